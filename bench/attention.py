@@ -1,9 +1,9 @@
-"""Measure context parallelism: the balance and traffic of layouts, and the time of attention
+"""Measures context parallelism: the balance and traffic of token layouts, and the time of attention
 compared with a dense mask.
 
-Balance and traffic are counted from plans, in one process for any number of ranks. Times are
-processor seconds of real ranks with one thread each, in turns, because other programs on the
-machine hardly change them.
+Balance and traffic are computed from plans, in one process for any number of ranks. Times are CPU
+seconds of real ranks with one thread each, which take turns. Other programs on the machine hardly
+affect CPU seconds.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ STATE_GOALS = {"cp 1": 0.6, "cp 2": 0.9}
 
 
 def plans_of(row: PackedBatch, layout: str, cp: int) -> list[AttentionPlan]:
-    """Return the plan of every rank for a row, padded for the layout."""
+    """Return every rank's plan for a row, padded for the layout."""
     metadata = mask_metadata(
         row.with_padding_to(LAYOUTS[layout].padded_length(mask_metadata(row), cp, 1))
     )
@@ -56,13 +56,13 @@ def plans_of(row: PackedBatch, layout: str, cp: int) -> list[AttentionPlan]:
 
 
 def area_per_rank(plans: Sequence[AttentionPlan]) -> np.ndarray:
-    """Return the allowed pairs of each rank's queries, int64 `[cp]`."""
+    """Return the number of allowed pairs of each rank's queries, int64 `[cp]`."""
     cost = plans[0].metadata.own_table.keys_per_query
     return np.array([cost[plan.local].sum() for plan in plans])
 
 
 def remote_rows(plans: Sequence[AttentionPlan]) -> int:
-    """Return the K/V rows that ranks need from other ranks, summed over ranks."""
+    """Return the number of K/V rows that ranks need from other ranks, summed over ranks."""
     return sum(
         int(needed.sum() - needed[plan.local].sum())
         for plan, needed in zip(plans, needed_rows(plans[0]), strict=True)
@@ -70,8 +70,8 @@ def remote_rows(plans: Sequence[AttentionPlan]) -> int:
 
 
 def layout_part(quick: bool) -> Part:
-    """Measure the largest attention area over the mean and the share of rows from other ranks, for
-    every layout.
+    """Measure for every layout the ratio of the largest attention area to the mean, and the share
+    of rows needed from other ranks.
     """
     lengths, seeds = (QUICK_LENGTHS, 2) if quick else (LENGTHS, 5)
     packs = {
@@ -108,7 +108,7 @@ _grid = functools.cache(build_grid)
 
 
 def _tensors(tokens: int) -> list[Tensor]:
-    """Return q, k, v and the gradient of the output in fp32, with the same values on every run."""
+    """Return q, k, v and the output gradient in fp32, with the same values in every run."""
     g = torch.Generator().manual_seed(0)
     return [
         torch.randn(tokens, heads, WIDTH, generator=g) for heads in (HEADS, GROUPS, GROUPS, HEADS)
@@ -118,7 +118,7 @@ def _tensors(tokens: int) -> list[Tensor]:
 def attention_work(
     rank: int, world_size: int, batch: PackedBatch, transport: str, layout: str, window: int = 0
 ) -> Seconds:
-    """Time one attention forward and backward of one rank on its shard of the row."""
+    """Time one rank's forward and backward pass of attention on its shard of the row."""
     axis = _grid(GridShape(cp=world_size), rank).cp
     plan = shard_batch(batch, axis, LAYOUTS[layout]).plan.within(Reach(window))
     way = select_transport(transport, "auto", axis, torch.device("cpu"))
@@ -134,8 +134,9 @@ def attention_work(
 
 
 def dense_work(rank: int, world_size: int, batch: PackedBatch) -> Seconds:
-    """Time `scaled_dot_product_attention` with the whole mask on one process, in fp32, which the
-    CPU kernel supports directly.
+    """Time `scaled_dot_product_attention` with the whole mask on one process.
+
+    The dtype is fp32, which the CPU kernel supports directly.
     """
     meta = mask_metadata(batch)
     hidden = torch.from_numpy(~allowed(meta, meta))
@@ -150,8 +151,9 @@ def dense_work(rank: int, world_size: int, batch: PackedBatch) -> Seconds:
 
 
 def state_work(rank: int, world_size: int, tokens: int, ours: bool) -> Seconds:
-    """Time one gated delta rule forward and backward over a document, in our code or in the
-    transformers library's fallback.
+    """Time the forward and backward pass of a gated delta rule on one document.
+
+    The code is ours or transformers' fallback.
     """
     axis, g = _grid(GridShape(cp=world_size), rank).cp, torch.Generator().manual_seed(0)
     row = Metadata.of_documents(np.zeros(tokens, int))
@@ -170,7 +172,7 @@ def state_work(rank: int, world_size: int, tokens: int, ours: bool) -> Seconds:
 
         fallback(*(x[None] for x in leaves), use_qk_l2norm_in_kernel=True)[0].sum().backward()
 
-    # The backend asks for this setting; glibc chooses it by itself for the library.
+    # Our backend requests this setting; with the library's code, glibc chooses it by itself.
     keep_in_heap(STATE_TEMPORARIES)
     step()
     barrier(axis)
@@ -178,8 +180,8 @@ def state_work(rank: int, world_size: int, tokens: int, ours: bool) -> Seconds:
 
 
 def states_part(quick: bool) -> Part:
-    """Measure the total work of a gated delta rule on one and two ranks, compared with the
-    library's fallback on one process.
+    """Measure the total work of a gated delta rule on one and two ranks, relative to transformers'
+    fallback on one process.
     """
     rounds, tokens = (1, 256) if quick else (5, 4_096)
 
@@ -203,8 +205,8 @@ def states_part(quick: bool) -> Part:
 
 
 def time_part(quick: bool) -> Part:
-    """Measure the total work of attention compared with a dense mask on one process, and of a
-    window compared with full causal attention.
+    """Measure the total work of attention relative to a dense mask on one process, and of a window
+    relative to full causal attention.
     """
     rounds, length = (1, 1_024) if quick else (3, 8_192)
     rows = [mixed_row(length, seed) for seed in range(1 if quick else 3)]
@@ -213,7 +215,7 @@ def time_part(quick: bool) -> Part:
     def way(
         pool: RankPool, rows: Sequence[PackedBatch], attention: Callable[..., Seconds], *way: object
     ) -> Callable[[], float]:
-        """Return a function that measures the processor seconds of all ranks over the rows."""
+        """Return a function that measures the CPU seconds of all ranks for all rows."""
         return lambda: sum(one.cpu for row in rows for one in pool.run(attention, row, *way))
 
     with RankPool(1) as one, RankPool(2) as two:

@@ -1,10 +1,11 @@
-"""Measure a layer of experts, forward and backward, compared with the transformers library's loop
-and grouped products.
+"""Measures the forward and backward pass of an expert layer, relative to transformers' loop and
+grouped products.
 
-torchtitan's layer is compared too if it can be imported: put torchtitan 0.3.0 and triton in a
-folder of PYTHONPATH. Patches: it chooses CUDA if torch finds no accelerator, and in float32 it
-rounds rows and matrices to bfloat16. Its scores have the layer's dtype, because a CPU has no
-autocast to float32. The figures are processor seconds of ranks with one thread each, in turns.
+torchtitan's layer is included if it can be imported: put torchtitan 0.3.0 and triton in a folder on
+PYTHONPATH. Two of its behaviours are patched: it chooses CUDA if torch finds no accelerator, and in
+float32 it rounds rows and matrices to bfloat16. Its scores have the layer's dtype, because a CPU
+has no autocast to float32. The figures are CPU seconds of ranks with one thread each, which take
+turns.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ SIZES: dict[str, Value] = {
 }
 EXPERTS: dict[str, Value] = {"num_experts": 32, "moe_router_topk": 4, "moe_ffn_hidden_size": 256}
 GOALS = {"ep 1": 1.0, "dp 2, ep 1": 1.1, "dp 2, ep 2": 1.2}
-"""Largest work of our layer, as a ratio to the library's faster way."""
+"""Limits on the work of our layer, relative to the faster implementation in transformers."""
 
 
 def ours(rank: int, world_size: int, tokens: int, ep: int, dtype: str = "float32") -> Seconds:
-    """Time our layer on this rank's part of the tokens."""
+    """Time our layer on this rank's share of the tokens."""
     grid = build_grid(GridShape(dp=world_size, ep=ep), rank)
     config = with_values(RunConfig(), {**SIZES, **EXPERTS, "dtype": dtype})
     layer = MixtureOfExperts(0, config.model, NativeBackend(grid, config))
@@ -54,7 +55,7 @@ def ours(rank: int, world_size: int, tokens: int, ep: int, dtype: str = "float32
 
 
 def library(rank: int, world_size: int, tokens: int, way: str, dtype: str = "float32") -> Seconds:
-    """Time the library's layer on one process; `way` is a value of its `experts_implementation`."""
+    """Time transformers' layer on one process; `way` is an `experts_implementation`."""
     from transformers import OlmoeConfig
     from transformers.models.olmoe.modeling_olmoe import OlmoeSparseMoeBlock
 
@@ -67,7 +68,7 @@ def library(rank: int, world_size: int, tokens: int, way: str, dtype: str = "flo
 
 
 def torchtitan(rank: int, world_size: int, tokens: int, dtype: str) -> Seconds:
-    """Time torchtitan's layer on one process, built by the functions of its models."""
+    """Time torchtitan's layer on one process, built with the functions that its models use."""
     torch._utils._get_available_device_type = lambda: "cpu"
     from torchtitan.models.common.config_utils import (
         make_moe_config,
@@ -114,8 +115,8 @@ def _measured(
 
 
 def experts_part(quick: bool) -> Part:
-    """Measure the total work of our layer on one and two ranks, compared with the library's faster
-    way and with torchtitan.
+    """Measure the total work of our layer on one and two ranks, relative to the faster
+    implementation in transformers and to torchtitan.
     """
     rounds, tokens = (1, 256) if quick else (7, 4_096)
 

@@ -1,9 +1,9 @@
-"""Rows of images, videos and text in the proportions of a vision-language model's training data.
+"""Creates rows of images, videos and text in the proportions of a vision-language model's data.
 
-Half of the documents are an image with branches, four in ten are a video, and the others are text.
+Half of the documents are an image with branches, 40 % are a video, and the remaining ones are text.
 A row is a function of (tokens, seed). Sizes follow Molmo2-like models (Deitke et al., 2024): 144
-tokens per crop, and 81 per video frame after its time as text. Documents have at most a quarter of
-the row, because longer ones are packed into longer rows.
+tokens per crop, and 81 tokens per video frame, preceded by its timestamp as text. A document has at
+most a quarter of the row's tokens, because longer documents would be packed into longer rows.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from megacp.training.data.tables import BRANCH_DTYPE, SEGMENT_DTYPE
 
 CROP_TOKENS, FRAME_TOKENS = 144, 81
 Piece = tuple[int, int, bool]
-"""Neighbouring tokens of one document that the mask treats alike: number of tokens, branch, whether
-they are an image.
+"""Neighbouring tokens of a document that the mask treats alike: their number, their branch, and
+whether they are an image.
 """
 
 
@@ -32,8 +32,9 @@ def _branches(rng: np.random.Generator, most: int) -> list[Piece]:
 
 
 def _document(rng: np.random.Generator, longest: int) -> list[Piece]:
-    """Draw a document of at most about `longest` tokens. An image with many branches may be
-    longer.
+    """Draw a random document of at most about `longest` tokens.
+
+    An image with many branches may be longer.
     """
     kind = rng.random()
     if kind < 0.5:
@@ -49,7 +50,7 @@ def _document(rng: np.random.Generator, longest: int) -> list[Piece]:
 
 
 def mixed_row(tokens: int, seed: int = 0) -> PackedBatch:
-    """Return a row of `tokens` tokens, all with id 0. Its last document is truncated at the end."""
+    """Return a row of `tokens` tokens, all with id 0, whose last document is truncated."""
     rng = np.random.default_rng(seed)
     columns: list[tuple[int, int, int, int]] = []  # tokens, document, branch, span of each piece
     number = 0

@@ -1,8 +1,8 @@
-"""Compare measured steps of layouts on this machine's CPU with a plan that was calibrated on it
-(`--only plan`).
+"""Compares the measured steps of parallel layouts on this machine's CPU with a plan that was
+calibrated on the same machine (`--only plan`).
 
-Steps of the layouts take turns with steps of `megacp-plan calibrate`, which have other sizes,
-because the speed of this machine changes from minute to minute (megacp/plan/calibrate.py).
+The steps of the layouts take turns with the steps of `megacp-plan calibrate`, which have other
+sizes, because the speed of the machine changes from minute to minute (megacp/plan/calibrate.py).
 """
 
 from __future__ import annotations
@@ -42,15 +42,16 @@ LAYOUTS: dict[str, tuple[int, dict[str, Value]]] = {
     "tp 2 x cp 2": (4, {TP: 2, CP: 2}),
     "cp 4": (4, {CP: 4}),
 }
-"""Number of ranks, and flags."""
+"""Name of a parallel layout -> its number of ranks, and its flags."""
 CALIBRATE = "calibrate: "
 LIMITS = {1: 0.10, 2: 0.15, 4: 0.15}
-"""Largest allowed relative error of the worst layout, by number of ranks."""
+"""Number of ranks -> limit on the relative error of the worst parallel layout."""
 
 
 def plan_part(sizes: Mapping[str, Value], rounds: int) -> Part:
-    """Measure each layout, compare the medians with the plan, and report how much slower the plan's
-    first choice is than the best layout.
+    """Measure each parallel layout, and compare the medians with the plan.
+
+    Also report how much slower the plan's first choice is than the best parallel layout.
     """
     configs = {
         name: with_values(RunConfig(), {**sizes, **values}) for name, (_, values) in LAYOUTS.items()
@@ -73,7 +74,7 @@ def plan_part(sizes: Mapping[str, Value], rounds: int) -> Part:
         name: statistics.median(max(rank.wall for rank in step) for step in found[1:])
         for name, found in steps.items()
     }
-    # Calibrate a sheet of this machine with the measured runs, and plan each layout with it.
+    # Calibrate a hardware sheet of this machine with the measured runs, and plan with it.
     measured = {name: seconds[f"{CALIBRATE}{name}"] for name in RUNS["cpu"]}
     here = hardware_of(calibrated("cpu", measured), NETWORKS[0])
     rows: list[dict[str, Any]] = []
@@ -92,7 +93,7 @@ def plan_part(sizes: Mapping[str, Value], rounds: int) -> Part:
     for ranks, limit in LIMITS.items():
         worst = max(abs(row["ratio"] - 1) for row in rows if row["ranks"] == ranks)
         goals.append(Goal(f"{ranks} ranks: the worst plan is off by", worst, limit))
-    # The practical question: how much slower is the planned best layout than the real one?
+    # In practice, what matters is how much slower the plan's choice is than the real best one.
     pick = min(rows, key=lambda row: row["planned s"])
     over = pick["s"] / min(row["s"] for row in rows)
     goals.append(Goal(f"{pick['layout']}, the plan's choice, over the best", over, 1.05))

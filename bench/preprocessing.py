@@ -1,9 +1,9 @@
-"""Measure the speed of `tools/preprocess_data.py build` on text with 1 and 2 workers, including
-start-up.
+"""Measures the speed of `tools/preprocess_data.py build` on text with 1 and 2 workers, including
+its start-up.
 
-The real command runs in a separate process. The numbers of workers take turns, and medians are
-shown. If megatron-core is installed, text is also tokenized like in Megatron. Only our command also
-packs, hashes and syncs its output.
+The real command runs in a separate process. All variants take turns, and the table shows medians.
+If megatron-core is installed, the text is also tokenized as in Megatron. In contrast to Megatron,
+our command also packs, hashes and syncs its output.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ OURS: dict[str, tuple[str, ...]] = {
     "ours": (),
     "ours, the library's engine": ("--tokenizer-engine", "reference"),
 }
-"""Ways to build a dataset of text, with their flags. A way without a tokenizer uses a
+"""Ways to build a dataset of text -> their flags. Without --tokenizer, a way uses a
 `tokenizer.json`.
 """
 MEGATRON = {"Megatron's loop": 1, "Megatron's loop, 64 texts a call": 64}
-"""Number of texts per call of the tokenizer."""
+"""Name of the way -> number of texts per tokenizer call."""
 PEER = Path(__file__).parents[1] / "tools" / "peers" / "preprocess_megatron.py"
 
 
 def text_part(quick: bool) -> Part:
-    """Measure MB of text per second by tokenizer and engine, compared with Megatron's loop."""
+    """Measure MB of text per second by tokenizer and engine, and for Megatron's loop."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     with tempfile.TemporaryDirectory(prefix="megacp_bench_") as name:
@@ -80,8 +80,9 @@ def text_part(quick: bool) -> Part:
 
 
 def _write_text(path: Path, megabytes: float) -> tuple[int, list[str]]:
-    """Write the standard library's sources as JSONL, repeated up to the size. Return the bytes of
-    text and the first texts.
+    """Write the standard library's sources as JSONL, repeated until they have the given size.
+
+    Return the size of the text in bytes, and the texts before repetition.
     """
     texts, size = [], 0
     for source in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
@@ -108,9 +109,7 @@ def _way(name: str, workers: int) -> str:
 
 
 def _ours(files: tuple[Path, Path], workers: int, flags: Sequence[str]) -> Callable[[], Seconds]:
-    """Return a function that builds a dataset of text. Its processor time covers all its
-    processes.
-    """
+    """Return a function that builds a dataset of text and measures all processes' CPU time."""
     flags = flags if "--tokenizer" in flags else ("--tokenizer", str(files[1]), *flags)
 
     def build() -> Seconds:
@@ -125,9 +124,7 @@ def _ours(files: tuple[Path, Path], workers: int, flags: Sequence[str]) -> Calla
 
 
 def _megatron(files: tuple[Path, Path], workers: int, batch: int) -> Callable[[], Seconds]:
-    """Return a function that runs the peer. The peer prints its wall time, which excludes
-    imports.
-    """
+    """Return a function that runs Megatron's loop, which prints its wall time without imports."""
 
     def build() -> Seconds:
         output = tempfile.mkdtemp(dir=files[0].parent) + "/built"
@@ -148,8 +145,9 @@ def _megatron(files: tuple[Path, Path], workers: int, batch: int) -> Callable[[]
 
 
 def _run(command: Sequence[object]) -> tuple[str, Seconds]:
-    """Run a command. Return its output and its seconds. Raise RuntimeError with the end of its
-    error stream if it fails.
+    """Run a command, and return its output and its duration.
+
+    Raise RuntimeError with the end of its error stream if it fails.
     """
     words = [str(word) for word in command]
     root = Path(megacp.__file__).parents[1]  # finds a checkout that is not installed

@@ -1,7 +1,7 @@
-"""The parts that all benchmarks share: figures, goals, timing, and the JSON output.
+"""Code that all benchmarks share: figures, goals, timing, and the JSON output.
 
 A benchmark consists of named parts. Each part returns its figures, its goals, and a table to print.
-`run_parts` runs the requested parts, prints each result, and writes the JSON.
+`run_parts` runs the requested parts, prints each result, and writes the JSON file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Goal:
-    """One figure and its limit."""
+    """A figure and its limit."""
 
     name: str
     value: float
@@ -45,7 +45,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class Part:
-    """Result of one part of a benchmark."""
+    """The result of one part of a benchmark."""
 
     figures: dict[str, Any]
     """Values for the JSON file."""
@@ -55,21 +55,21 @@ class Part:
 
 @dataclass(frozen=True)
 class Seconds:
-    """Duration of an action."""
+    """The duration of an action."""
 
     wall: float
     cpu: float
-    """Processor time. Its sum over ranks is the total work, which other programs on the machine
-    hardly change.
+    """CPU time. Its sum over ranks is the total work, which other programs on the machine hardly
+    affect.
     """
 
 
 def timed(
     action: Callable[[], _T], cpu_clock: Callable[[], float] = time.process_time
 ) -> tuple[_T, Seconds]:
-    """Return the result of a call and its seconds.
+    """Return the result of a call and its duration.
 
-    By default, processor time covers all threads of this process.
+    By default, CPU time covers all threads of this process.
     """
     wall, cpu = time.perf_counter(), cpu_clock()
     result = action()
@@ -77,12 +77,12 @@ def timed(
 
 
 def take_turns(ways: Mapping[str, Callable[[], _T]], rounds: int) -> dict[str, list[_T]]:
-    """Return the results of `rounds` calls of each way.
+    """Call each of `ways` once per round, and return its results.
 
-    The ways alternate, so a slow minute of the machine affects all of them.
+    The ways alternate, so that a slow phase of the machine affects all of them.
     """
     found: dict[str, list[_T]] = {name: [] for name in ways}
-    # The outer loop is the round, so all ways run in each part of the measurement.
+    # The outer loop is over rounds, so that every way runs at all times of the measurement.
     for number in range(1, rounds + 1):
         for name, way in ways.items():
             result, seconds = timed(way)
@@ -94,16 +94,17 @@ def take_turns(ways: Mapping[str, Callable[[], _T]], rounds: int) -> dict[str, l
 def benchmark_parser(
     description: str, parts: Sequence[str], left_out: Sequence[str] = ()
 ) -> argparse.ArgumentParser:
-    """Return a parser with the flags of every benchmark. Parts in `left_out` run only if --only
-    names them.
+    """Return a parser with the flags that all benchmarks share.
+
+    Parts in `left_out` run only if they are selected with --only.
     """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument(
-        "--quick", action="store_true", help="small sizes and few rounds, to test the benchmark"
+        "--quick", action="store_true", help="use small sizes and few rounds, to test the benchmark"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="file for all figures")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file")
     usual = [name for name in parts if name not in left_out]
-    which = f"all but {' '.join(left_out)}" if left_out else "all"
+    which = f"all except {' '.join(left_out)}" if left_out else "all"
     parser.add_argument(
         "--only", nargs="+", choices=parts, default=usual, help=f"parts to run (default: {which})"
     )
@@ -113,8 +114,9 @@ def benchmark_parser(
 def run_parts(
     parts: Mapping[str, Callable[[], Part]], arguments: argparse.Namespace, **facts: Any
 ) -> int:
-    """Run the parts that the flags request, and print each. `facts` go into the JSON. Return the
-    exit status.
+    """Run and print the parts that the flags request; return the exit status.
+
+    `facts` are added to the JSON file.
     """
     load = os.getloadavg()[0]
     print(f"{os.cpu_count()} cores, load {load:.1f} before the start", flush=True)

@@ -1,7 +1,8 @@
-"""Measure training steps on mock packs: seconds, memory and sent bytes of each rank (`make bench`).
+"""Measures training steps on mock packs: the seconds, memory and sent bytes of each rank
+(`make bench`).
 
-A rank keeps its model between calls. The layouts can therefore take turns, one step each, and each
-warms up only once.
+A rank keeps its model between calls. The parallel layouts can therefore take turns, one step each,
+and each needs only one warm-up.
 """
 
 from __future__ import annotations
@@ -41,16 +42,16 @@ class StepMeasure(Seconds):
     """One training step on one rank, measured between two barriers."""
 
     tokens: int
-    """Tokens of the whole step, over dp."""
+    """Number of tokens in the whole step, on all dp ranks."""
     loss: float
     memory: int
     """Peak memory of the process minus its memory before the model was built, in bytes."""
     sent: dict[str, int]
-    """Sent bytes by axis."""
+    """Bytes sent, by axis."""
 
 
 class Subject:
-    """A model to measure. The constructor builds it."""
+    """A model to be measured; the constructor builds it."""
 
     def __init__(
         self,
@@ -60,12 +61,12 @@ class Subject:
         rules: MockRules,
         phase: Phase = unmeasured,
     ) -> None:
-        # With `auto`, two measurements could compare different transports.
+        # With `auto`, two measurements could use different transports.
         if "auto" in (config.parallel.cp_comm_type, config.parallel.cp_layout):
             raise ValueError(
-                "give --cp-comm-type and --cp-layout: a measurement needs one transport and layout"
+                "set --cp-comm-type and --cp-layout: a measurement needs one transport and layout"
             )
-        torch.ones(8).sum()  # starts threads and allocators before the measurement
+        torch.ones(8).sum()  # starts threads and allocators before the memory measurement
         self.before = peak_bytes()
         self.world_size = world_size
         self.config, self.rules = config, rules
@@ -76,7 +77,7 @@ class Subject:
         self.step = 0
 
     def measure(self, around: AbstractContextManager[None] | None = None) -> StepMeasure:
-        """Train one more step, inside a context if one is given."""
+        """Train and measure one more step, inside `around` if it is given."""
         self.step += 1
         # Load the packs before the clock starts.
         batches = microbatches(self.config, self.rules, self.step, self.model.rows, self.loading)
@@ -89,7 +90,7 @@ class Subject:
         return StepMeasure(seconds.wall, seconds.cpu, tokens, loss, memory, sent)
 
     def _train(self, batches: Sequence[PackedBatch]) -> tuple[int, float]:
-        """Train a step. Return its tokens and loss after all ranks have finished it."""
+        """Train one step; return its tokens and loss after all ranks have finished."""
         agreed = agree_on_step(batches, self.grid, replica=self.model.rows.data_rank.index)
         loss = self.model.train(batches, self.step, agreed.denominator, agreed.tokens).loss
         barrier(self.grid.world)
@@ -134,7 +135,7 @@ BASE, BASE_TWO_THREADS = "one process, 1 thread", "one process, 2 threads"
 
 @dataclass(frozen=True)
 class Case:
-    """One layout of a group. Layouts of a group are compared with each other."""
+    """One parallel layout of a group, whose members are compared with each other."""
 
     ranks: int
     values: dict[str, Value]
@@ -143,7 +144,7 @@ class Case:
 
 
 class Rollouts(MockRules):
-    """Packs with one tree: a prompt, and `ROLLOUTS` answers, each a third as long."""
+    """Packs of one tree each: a prompt and `ROLLOUTS` answers, each a third as long."""
 
     def pack(self, i: int) -> Pack:
         # The prompt has three parts of n tokens and each answer one part.
@@ -188,14 +189,15 @@ GROUPS: dict[str, dict[str, Case]] = {
         TREE: Case(1, {"seq_length": 256 * (ROLLOUTS + 3), "global_batch_size": 1}, rules=Rollouts),
     },
 }
-"""Two ranks on 1,024 tokens, cp 2 on 4,096, four ranks, sharding over dp, and answers to one
-prompt.
+"""Two ranks with 1,024 tokens, cp 2 with 4,096 tokens, four ranks, sharding across dp, and several
+answers to one prompt.
 """
 
 
 def step_part(name: str, sizes: Mapping[str, Value], rounds: int) -> Part:
-    """Measure steps of each layout in a group of `GROUPS`, in turns. The first step of each layout
-    is a warm-up and not counted.
+    """Measure steps of each parallel layout in a group of `GROUPS`, in turns.
+
+    The first step of each layout is a warm-up and is not counted.
     """
     group = GROUPS[name]
     with ExitStack() as stack:
@@ -244,8 +246,8 @@ def step_part(name: str, sizes: Mapping[str, Value], rounds: int) -> Part:
 
 
 def step_table(title: str, rows: Sequence[dict[str, Any]]) -> str:
-    """Return a table with speed, ratios and memory of the fullest rank, followed by the bytes of
-    every axis.
+    """Return a table with speed, ratios and the memory of the fullest rank, followed by the bytes
+    sent along every axis.
     """
     # The first row has the column titles.
     cells = [[title, "tokens/s", "/1 thread", "/2 threads", "CPU s/rank", "peak/rank"]]

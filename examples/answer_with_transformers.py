@@ -1,14 +1,14 @@
-"""Answer the questions about digit scans with only the transformers library, and compare the
-answers.
+"""Answer the questions about digit scans using only the transformers library, and compare the
+answers with megacp's.
 
     python examples/answer_with_transformers.py --model out/hf --answers out/answers.jsonl --images
     out/digits/images
 
 `--model` is a folder from tools/convert_checkpoint.py, and `--answers` is a file from
-tools/generate.py. The answers use no code of megacp: the library's tokenizer, model and generation
-with its cache read the folder. Only the crops are made here, because the library's image processor
-needs torchvision. Each scan is one crop, so a reshape is enough. The exit status is 1 if an answer
-differs.
+tools/generate.py. The answers use no code of megacp: tokenizer, model, generation and its
+cache are the library's. Only the crops are made here, because the library's image processor
+requires torchvision. Each scan is one crop, so a reshape is enough. The exit status is 1 if an
+answer differs.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ Answer = dict[str, Any]
 
 
 class Library:
-    """A folder in Hugging Face format, read by transformers."""
+    """A folder in Hugging Face format, loaded with transformers."""
 
     def __init__(self, folder: Path) -> None:
-        """Load the folder. Raise ValueError if it is not a Molmo2 with tokenizer and processor
-        files.
+        """Load the folder.
+
+        Raise ValueError if it is not a Molmo2 folder with tokenizer and processor files.
         """
         import transformers
 
@@ -60,22 +61,23 @@ class Library:
         )
         if images["max_crops"] != 1 or settings["image_use_col_tokens"]:
             raise ValueError(
-                f"--model {folder}: supported are only images of one crop without column tokens"
+                f"--model {folder}: only images of one crop without column tokens are supported"
             )
         across = self.side // self.patch
         self.tokens = across // self.window[0] * (across // self.window[1])
-        # The library marks image tokens by these ids (mm_token_type_ids).
+        # The ids of the image tokens, which are marked for the library (mm_token_type_ids).
         names = ("<im_patch>", "<im_start>", "<low_res_im_start>", "<im_end>")
         self.image_ids = self.tokenizer.convert_tokens_to_ids(list(names))
 
     def crop(self, path: Path) -> np.ndarray:
-        """Return the patches of an image that is one crop, float32 [patches, 3 * patch * patch]."""
+        """Return the patches of a one-crop image, float32 [patches, 3 * patch * patch]."""
         from PIL import Image
 
         pixels = np.asarray(Image.open(path).convert("RGB"), np.float32) / 255
         if pixels.shape[:2] != (self.side, self.side):
             raise ValueError(
-                f"{path} has {pixels.shape[1]} x {pixels.shape[0]} pixels, a crop {self.side}"
+                f"{path} has {pixels.shape[1]} x {pixels.shape[0]} pixels, but a crop has side "
+                f"{self.side}"
             )
         # [side, side, 3] -> [n, p, n, p, 3] -> [n, n, p, p, 3] -> [n * n, p * p * 3]
         n, p = self.side // self.patch, self.patch
@@ -87,8 +89,9 @@ class Library:
         )
 
     def pooling(self, crops: int) -> np.ndarray:
-        """Return the patches of the batch that each token pools, int64 [tokens of all crops,
-        patches per window].
+        """Return the indices of the patches that each token pools, numbered across the batch.
+
+        The result is int64 [tokens of all crops, patches per window].
         """
         across, (high, wide) = self.side // self.patch, self.window
         # Number all patches of the batch row by row, then group them into windows of high x wide.
@@ -99,9 +102,7 @@ class Library:
 
     @torch.no_grad()
     def answer(self, group: Sequence[Answer], images: Path, count: int) -> list[str]:
-        """Return greedy answers of at most `count` tokens to questions of equal length, as one
-        batch.
-        """
+        """Return greedy answers of at most `count` tokens to questions of equal length."""
         # Each image occurs twice in the text: as a low-resolution crop and as a full crop.
         patch = "<im_patch>" * self.tokens
         picture = f"<low_res_im_start>{patch}<im_end><im_start>{patch}<im_end>"
@@ -110,7 +111,7 @@ class Library:
         files = [images / name for one in group for name in one["images"]]
         # The low-resolution crop comes first; a scan of one crop has the same pixels in both.
         crops = np.stack([crop for file in files for crop in [self.crop(file)] * 2])
-        # Pooled rows and columns of a crop. image_grids has them for both crops of an image.
+        # Pooled rows and columns of a crop; image_grids contains them for both crops of an image.
         rows, columns = (self.side // self.patch // size for size in self.window)
         found = self.model.generate(
             input_ids=ids,
@@ -129,7 +130,7 @@ class Library:
 def answers_again(
     library: Library, answers: Sequence[Answer], images: Path, count: int
 ) -> list[Answer]:
-    """Return the same questions in the same order, with the library's answers."""
+    """Return the same questions in the same order, with answers from the library."""
     # Questions with the same text and number of images have the same length, so they form a batch
     # without padding.
     groups: dict[tuple[int, str], list[int]] = defaultdict(list)
@@ -144,14 +145,16 @@ def answers_again(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Answer, count and compare. Return 1 if answers differ, and 2 with one message on bad
-    input.
-    """
+    """Answer, count and compare; return 1 if answers differ, or 2 after an error message."""
     parser = argparse.ArgumentParser(
-        description="Answer with an exported model in the transformers library."
+        description="Answer with an exported model in transformers, and compare the answers."
     )
     parser.add_argument(
-        "--model", type=Path, required=True, metavar="DIR", help="folder in Hugging Face format"
+        "--model",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="folder of the model in Hugging Face format",
     )
     parser.add_argument(
         "--answers", type=Path, required=True, metavar="FILE.jsonl", help="answers to compare with"
@@ -160,7 +163,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--images", type=Path, required=True, metavar="DIR", help="folder of the records' images"
     )
     parser.add_argument(
-        "--max-new-tokens", type=int, default=8, metavar="N", help="maximum tokens per answer (8)"
+        "--max-new-tokens",
+        type=int,
+        default=8,
+        metavar="N",
+        help="maximum number of tokens per answer (default: 8)",
     )
     arguments = parser.parse_args(argv)
     try:

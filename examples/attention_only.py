@@ -1,9 +1,9 @@
-"""Use exact context-parallel attention in your own model: packed documents, an image span and a
-sliding window.
+"""Use exact context-parallel attention in your own model, with packed documents, an image span and
+a sliding window.
 
     torchrun --standalone --nproc-per-node 2 examples/attention_only.py
 
-It prints the largest difference from dense attention in one process, for the output and the
+The script prints the largest difference from dense attention in one process, in the output and the
 gradients, in float64.
 """
 
@@ -26,9 +26,7 @@ from megacp.distributed import axis_of_mesh
 
 
 class Attention(nn.Module):
-    """An ordinary layer. Only the call in the middle knows that other ranks have the remaining
-    tokens.
-    """
+    """An ordinary layer; only the call of `attend` involves the tokens on other ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,21 +44,21 @@ axis = axis_of_mesh(
     init_device_mesh("cpu", (distributed.get_world_size(),), mesh_dim_names=("cp",))["cp"]
 )
 torch.manual_seed(0)
-# The same weights and row on every rank, because all ranks have the same seed.
+# Every rank has the same weights and row, because all ranks use the same seed.
 layer = Attention().double()
 row = torch.randn(64, 32, dtype=torch.float64)  # [tokens, hidden]
 
 # Describe the row on the host, once per batch. All ranks compute the same plan.
 document = np.repeat([0, 1, 2], [24, 30, 10])  # three packed documents
 span = np.zeros(64, int)
-span[26:40] = 1  # an image: its tokens see each other in both directions
+span[26:40] = 1  # an image: its tokens attend to each other in both directions
 mask = Metadata.of_documents(document, span=span)
 plan = AttentionPlan(LAYOUTS["balanced"].deal(mask, axis.size), mask, axis.rank).within(
     Reach(window=12)
 )
 
 mine = torch.from_numpy(plan.local)  # the tokens of this rank
-# Each rank has only the gradient of its tokens, so sum the gradients over the ranks.
+# Each rank has only the gradient from its own tokens, so sum the gradients over the ranks.
 sharded = layer(row[mine], lambda q, k, v: context_parallel_attention(q, k, v, plan, axis))
 gradients = torch.autograd.grad(sharded.square().sum(), list(layer.parameters()))
 for gradient in gradients:
@@ -74,7 +72,7 @@ def dense(q, k, v):
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
 
 
-# Every rank also computes the whole row with the dense mask, and compares its part.
+# Every rank also computes the whole row with the dense mask, and compares its own part.
 expected = layer(row, dense)
 pairs = zip(
     gradients, torch.autograd.grad(expected.square().sum(), list(layer.parameters())), strict=True

@@ -1,11 +1,11 @@
-"""Compare the answers of the chat demo: before training, after training, and from transformers
-after the export.
+"""Compare the answers of the chat demo before training, after training, and from transformers after
+the export.
 
     python examples/compare_chats.py --folder demo_chat_out
 
-The last column uses no code of megacp: tokenizer, template, model and cache are the library's. The
-script writes answers.md and demo_chat.png to the folder. The exit status is 0 if at least nine of
-ten answers are exactly right and the library gives all answers word for word.
+The last column uses no code of megacp: the tokenizer, template, model and cache are those of
+transformers. The script writes answers.md and demo_chat.png to the folder. The exit status is 0 if
+at least nine of ten answers are exactly right and transformers gives all answers word for word.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def by_library(folder: Path, questions: Sequence[str]) -> list[str]:
-    """Return the library's greedy answers of at most 24 tokens, the limit of the demo."""
+    """Return greedy answers from transformers, with the demo's limit of 24 tokens."""
     import transformers
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -46,7 +46,7 @@ def by_library(folder: Path, questions: Sequence[str]) -> list[str]:
 def draw(
     rows: Sequence[Sequence[str]], right: Sequence[bool], losses: Sequence[float], path: Path
 ) -> None:
-    """Draw the loss, and to its right the answers before and after."""
+    """Draw the loss and, to its right, the answers before and after training."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13.4, 4.9), dpi=95)
@@ -60,7 +60,7 @@ def draw(
     axes = figure.add_axes((0.035, 0.11, 0.2, 0.7))
     axes.plot(range(1, len(losses) + 1), losses, color="#0072b2")
     axes.set(xlabel="optimizer step", ylim=(0, None))
-    axes.set_title("loss, nats a token", loc="left", fontsize=11)
+    axes.set_title("loss, nats per token", loc="left", fontsize=11)
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
@@ -79,7 +79,7 @@ def draw(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Ask the library, print and draw the table, and return the exit status."""
+    """Ask transformers, print and draw the table, and return the exit status."""
     parser = argparse.ArgumentParser(description="Compare the answers of the chat demo.")
     parser.add_argument(
         "--folder",
@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     before, after = lines(folder / "before.jsonl"), lines(folder / "after.jsonl")
     said = [[line["answer"] for line in answers] for answers in (before, after)]
     rows = list(zip(questions, *said, by_library(folder / "run" / "model", questions), strict=True))
-    # An answer must equal the trained answer, and the library must give the same text.
+    # An answer must equal the trained answer, and transformers must give the same text.
     exact = [line["answer"] == line["expected"] for line in after]
     same = [ours == theirs for _, _, ours, theirs in rows]
 

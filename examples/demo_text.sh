@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Train a language model on a laptop. The script
 #   1. packs text and trains on 8 CPU ranks (dp 1 x tp 2 x pp 2 x cp 2),
-#   2. stops the run with SIGTERM in the middle, and resumes on another grid (dp 2 x tp 1 x pp 2 x cp 2),
-#   3. draws the loss curve with the validation loss, and samples text.
-# OUT (default demo_out) is the folder of all results; it must not exist yet. STEPS sets the length of the run.
+#   2. stops the run halfway with SIGTERM, and resumes it on another grid (dp 2 x tp 1 x pp 2 x cp 2),
+#   3. draws the training and validation loss, and samples text.
+# OUT (default demo_out) is the folder for all results; it must not exist yet. STEPS sets the length of the run.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 OUT=${OUT:-demo_out}
@@ -55,7 +55,7 @@ printf '\n$'; printf ' %s' "${first[@]}"; printf ' &\n'
 "${first[@]}" > >(tee "$OUT/first.txt") 2> "$OUT/first.err" &
 run=$!
 half=$((STEPS / 2))
-# Wait until the log has half of the steps, then stop the run like a cluster's scheduler.
+# Wait until the log has half of the steps, then stop the run as a cluster's scheduler would.
 while kill -0 "$run" 2> /dev/null; do
     steps=$(grep -c '"kind": "train"' "$OUT/checkpoints/log.jsonl" 2> /dev/null || true)
     if [ "${steps:-0}" -ge "$half" ]; then

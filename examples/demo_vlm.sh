@@ -2,9 +2,9 @@
 # Train a vision-language model on a laptop. The script
 #   1. writes scans of digits as PNG files with questions in JSONL, trains a tokenizer, and packs the records,
 #   2. trains on 8 CPU ranks (tp 2 x pp 2 x cp 2),
-#   3. asks about held-out scans, and counts right answers for each question,
+#   3. asks about held-out scans, and counts the right answers to each question,
 #   4. exports the model to Hugging Face format, and gets the same answers from the transformers library.
-# OUT (default demo_out) is the folder of all results; it must not exist yet. STEPS and RECORDS set the length of the
+# OUT (default demo_out) is the folder for all results; it must not exist yet. STEPS and RECORDS set the length of the
 # run. GOAL is the share of single held-out scans that must be read correctly. MODEL is molmo2, qwen3_5 or moe (qwen3_5
 # with experts, which four ranks share).
 set -euo pipefail
@@ -46,8 +46,8 @@ num_query_groups: 2
 additional_vocab_size: 8
 vision_feature_layers: [-1, -2]
 connector_ffn_hidden_size: 128
-# The number of crops in these packs. The default plans for a row full of images, and then the first stage gets no
-# decoder layer.
+# The number of crops in these packs. By default, the plan assumes a row full of images, which would leave the first
+# stage without decoder layers.
 vision_planned_crops: 36
 YAML
 qwen3_5 | moe) cat > "$OUT/model.yaml" <<YAML ;;
@@ -121,7 +121,7 @@ status=0
 show python examples/evaluate_digits.py --answers "$OUT/answers.jsonl" --images "$OUT/digits/images" \
     --page "$OUT/samples.html" --goal "$GOAL" | tee "$OUT/accuracy.txt" || status=$?
 to_hf=(python tools/convert_checkpoint.py --from megacp --to hf --input "$OUT/checkpoints" --output "$OUT/hf")
-if [ "$MODEL" != molmo2 ]; then # the library ignores the text splitting of tokenizer.json for this model, so --verify of the export fails
+if [ "$MODEL" != molmo2 ]; then # transformers ignores the pre-tokenizer of tokenizer.json for this model, so --verify fails for the export
     show "${to_hf[@]}"
     show python tools/convert_checkpoint.py --from hf --to megacp --input "$OUT/hf" --output "$OUT/back" --verify
 else

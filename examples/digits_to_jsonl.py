@@ -3,11 +3,11 @@ questions.
 
     python examples/digits_to_jsonl.py --output out/digits
 
-Writes OUTPUT/images/*.png, OUTPUT/train.jsonl and OUTPUT/held_out.jsonl. A record shows one to six
-scans. Its questions are branches: each sees the images but not the other questions, and only the
-answers are learned. The last 297 scans are held out of all training records. Training scans are
-shifted at random by up to `--shift` pixels; held-out scans are not. The same flags give the same
-bytes on every machine.
+Writes OUTPUT/images/*.png, OUTPUT/train.jsonl and OUTPUT/held_out.jsonl. A record has one to six
+scans. Its questions are branches: each attends to the images but not to the other questions, and
+only the answers are learned. The last 297 scans are held out from all training records. Training
+scans are shifted randomly by up to `--shift` pixels; held-out scans are not. The same flags give
+the same bytes on every machine.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy as np
 
 NUM_SCANS = 1797
 HELD_OUT = 297
-"""Scans at the end of the data set that are used only for testing."""
+"""Number of scans at the end of the dataset that are used only for testing."""
 SIDE = 16
 """Side of an image in pixels, twice the side of the original scans."""
 MOST_IMAGES = 6
@@ -60,7 +60,7 @@ def png(scan: np.ndarray, across: int, down: int) -> bytes:
 
 
 def questions(digits: Sequence[int]) -> dict[str, str]:
-    """Return a mapping of questions to answers for the digits of a record."""
+    """Return the questions about the digits of a record, with their answers."""
     asked = {
         "which digits?": " ".join(map(str, digits)),
         "how many are even?": str(sum(digit % 2 == 0 for digit in digits)),
@@ -98,7 +98,7 @@ def counts_of_images(generator: np.random.Generator, records: int, single: float
 
 
 class Writer:
-    """Writer of a JSONL file and of each picture that its records name, once."""
+    """Writes JSONL files, and each image that their records contain once."""
 
     def __init__(self, folder: Path, scans: np.ndarray, digits: np.ndarray) -> None:
         self._folder, self._scans, self._digits = folder, scans, digits
@@ -106,7 +106,7 @@ class Writer:
         (folder / "images").mkdir(parents=True, exist_ok=True)
 
     def write(self, name: str, records: Sequence[Sequence[tuple[int, int, int]]]) -> None:
-        """Write records. Each is a list of images as (scan, shift across, shift down)."""
+        """Write records, each a list of images (scan, shift across, shift down)."""
         with (self._folder / f"{name}.jsonl").open("w", encoding="utf-8") as stream:
             for number, images in enumerate(records):
                 files = [self._picture(*image) for image in images]
@@ -115,7 +115,7 @@ class Writer:
 
     def _picture(self, scan: int, across: int, down: int) -> str:
         name = f"{scan:04d}_{across:+d}{down:+d}.png"
-        # Several records may show the same picture; write it only once.
+        # Several records may contain the same image; write it only once.
         if name not in self._written:
             (self._folder / "images" / name).write_bytes(png(self._scans[scan], across, down))
             self._written.add(name)
@@ -125,11 +125,11 @@ class Writer:
 def training_records(
     records: int, single: float, shift: int, seed: int
 ) -> list[list[tuple[int, int, int]]]:
-    """Return training records in random order. The uses of any two scans differ by at most one."""
+    """Return training records in random order, in which all scans are used equally often (+-1)."""
     generator = np.random.default_rng(seed)
     counts = counts_of_images(generator, records, single)
     total, scans = int(counts.sum()), NUM_SCANS - HELD_OUT
-    # Concatenate permutations of all scans until there are enough, so uses differ by at most one.
+    # Concatenate enough permutations of all scans, so that their uses differ by at most one.
     order = np.concatenate([generator.permutation(scans) for _ in range(-(-total // scans))])[
         :total
     ]
@@ -141,7 +141,7 @@ def training_records(
 
 
 def held_out_records(several: int, seed: int) -> list[list[tuple[int, int, int]]]:
-    """Return one record per held-out scan, then `several` records each of 2, 3, ... 6 scans."""
+    """Return one record per held-out scan, then `several` records for each of 2, 3, ... 6 scans."""
     generator = np.random.default_rng(seed)
     scans = np.arange(NUM_SCANS - HELD_OUT, NUM_SCANS)
     # First every held-out scan in a separate record, then random groups of 2 to 6.
@@ -152,41 +152,45 @@ def held_out_records(several: int, seed: int) -> list[list[tuple[int, int, int]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write both files and print their sizes. Return 2 with one message on bad input."""
+    """Write both files and print their sizes; return 0, or 2 after an error message."""
     parser = argparse.ArgumentParser(
         description="Write scikit-learn's digit scans as PNG files and JSONL with questions."
     )
     parser.add_argument("--output", type=Path, required=True, metavar="DIR")
     parser.add_argument(
-        "--records", type=int, default=12000, metavar="N", help="training records (default 12000)"
+        "--records",
+        type=int,
+        default=12000,
+        metavar="N",
+        help="number of training records (default: 12000)",
     )
     parser.add_argument(
         "--single",
         type=float,
         default=0.5,
         metavar="SHARE",
-        help="share of records with one image (default 0.5)",
+        help="share of training records with one image (default: 0.5)",
     )
     parser.add_argument(
         "--shift",
         type=int,
         default=1,
         metavar="N",
-        help="largest shift of training scans in pixels (default 1)",
+        help="largest random shift of training scans, in pixels (default: 1)",
     )
     parser.add_argument(
         "--held-out-several",
         type=int,
         default=40,
         metavar="N",
-        help="held-out records for each number of images above one (default 40)",
+        help="number of held-out records for each number of images from 2 to 6 (default: 40)",
     )
     parser.add_argument(
         "--seed",
         type=int,
         default=0,
         metavar="N",
-        help="seed of order, grouping and shifts (default 0)",
+        help="random seed of the order, grouping and shifts (default: 0)",
     )
     arguments = parser.parse_args(argv)
     if (
@@ -195,10 +199,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         or not 0 <= arguments.shift <= SIDE // 4
     ):
         parser.error(
-            f"--records must be at least 1, --held-out-several 0, --shift 0 to {SIDE // 4}"
+            f"--records must be at least 1, --held-out-several at least 0, --shift 0 to {SIDE // 4}"
         )
     if not 0 <= arguments.single <= 1:
-        parser.error(f"--single {arguments.single}: a share is between 0 and 1")
+        parser.error(f"--single {arguments.single}: must be between 0 and 1")
     try:
         writer = Writer(arguments.output, *load_scans())
     except ValueError as error:

@@ -5,8 +5,7 @@ images.
     out/samples.html
 
 `--answers` is the output of tools/generate.py --input. An answer is right if it equals the expected
-text exactly. With `--goal`, the exit status is 1 if a smaller share of the single scans is read
-correctly.
+text exactly. With `--goal`, the exit status is 1 if too few single scans are read correctly.
 """
 
 from __future__ import annotations
@@ -38,18 +37,21 @@ _STYLE = (
 
 
 def read_answers(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of `path`, each with its `question`. Raise ValueError with the number of a
-    bad line.
+    """Return the answers in `path`, each with its `question`.
+
+    Raise ValueError with the number of an invalid line.
     """
     try:
-        lines = path.read_bytes().splitlines()  # of bytes: str.splitlines splits at more characters
+        lines = (
+            path.read_bytes().splitlines()
+        )  # bytes, because str.splitlines splits at more characters
     except OSError as error:
         raise ValueError(f"--answers {path}: {error.strerror}") from error
     answers = []
     for number, line in enumerate(lines, 1):
         try:
             answer = json.loads(line)
-            # A prompt is a user's turn followed by the header of the answer.
+            # A prompt is a user message, followed by the header of the answer.
             asked = _ASKED.search(answer["prompt"])
             words = (answer["expected"], answer["answer"], *answer["images"])
             if asked is None or not all(isinstance(word, str) for word in words):
@@ -67,7 +69,10 @@ def read_answers(path: Path) -> list[dict[str, Any]]:
 
 
 def accuracies(answers: Sequence[dict[str, Any]]) -> dict[str, tuple[int, int]]:
-    """Return (right answers, answers) for each question, separately for one and several images."""
+    """Return for each question the numbers of right answers and of answers.
+
+    Questions about one image and about several images are counted separately.
+    """
     counts: dict[str, tuple[int, int]] = {}
     for answer in answers:
         shown = len(answer["images"])
@@ -92,10 +97,10 @@ def table(counts: dict[str, tuple[int, int]]) -> str:
 def page(
     answers: Sequence[dict[str, Any]], counts: dict[str, tuple[int, int]], images: Path, each: int
 ) -> str:
-    """Return a self-contained HTML page: accuracies, wrong answers about single scans, and `each`
-    records of each size.
+    """Return a self-contained HTML page: accuracies, wrong answers about single scans, and samples.
 
-    Raise ValueError if an image is outside the folder `images`, by its name or through a link.
+    The samples are `each` records for each number of images. Raise ValueError if an image is
+    outside the folder `images`, by its name or through a link.
     """
     # Names come from a file, so check each path before the page embeds it.
     root = images.resolve()
@@ -104,7 +109,7 @@ def page(
         path = (root / file).resolve()
         if not path.is_relative_to(root):
             raise ValueError(
-                f"--answers names the image {file}, which is outside of --images {images}"
+                f"--answers contains the image {file}, which is outside --images {images}"
             )
         data = base64.b64encode(read_regular(path)).decode()
         return f'<img src="data:image/png;base64,{data}" alt="{html.escape(file)}">'
@@ -142,8 +147,9 @@ def page(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Count and print, and write the page. Return 1 below the goal, and 2 with one message on bad
-    input.
+    """Print the counts and write the page.
+
+    Return 1 if the goal is not reached, or 2 after an error message.
     """
     parser = argparse.ArgumentParser(
         description="Count exact answers per question, and write a page of samples."
@@ -153,16 +159,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--images", type=Path, required=True, metavar="DIR", help="folder of the records' images"
     )
     parser.add_argument(
-        "--page", type=Path, metavar="FILE.html", help="write samples with their images"
+        "--page", type=Path, metavar="FILE.html", help="write a page of samples with their images"
     )
     parser.add_argument(
-        "--each", type=int, default=6, metavar="N", help="sample records of each number of images"
+        "--each",
+        type=int,
+        default=6,
+        metavar="N",
+        help="number of sample records for each number of images (default: 6)",
     )
     parser.add_argument(
         "--goal",
         type=float,
         metavar="SHARE",
-        help="share of single scans that must be read correctly",
+        help="required share of correctly read single scans, such as 0.9",
     )
     arguments = parser.parse_args(argv)
     try:
@@ -179,7 +189,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.goal is None or (total and right / total >= arguments.goal):
         return 0
     print(
-        f"error: {right} of {total} single scans read correctly, --goal is {arguments.goal:.0%}",
+        f"error: {right} of {total} single scans read correctly, but --goal is "
+        f"{arguments.goal:.0%}",
         file=sys.stderr,
     )
     return 1

@@ -1,4 +1,4 @@
-"""Build packs, train a model and ask it, as cells of a notebook or as a script.
+"""Build packs, train a model and ask it questions, as notebook cells or as a script.
 
     python examples/finetune.py
 
@@ -24,7 +24,7 @@ ANSWERS = {
     "Bye": "See you.",
 }
 FOLDER.mkdir(parents=True, exist_ok=True)
-# One conversation of a question and its answer per line of JSONL.
+# Each line of JSONL is one conversation: a question and its answer.
 chats = [
     [{"role": "user", "content": q}, {"role": "assistant", "content": a}]
     for q, a in ANSWERS.items()

@@ -1,5 +1,5 @@
-"""Train an unmodified transformers model on sharded sequences, and compare the losses with one
-process.
+"""Train an unmodified transformers model on sharded sequences, and compare its losses with those on
+one process.
 
     torchrun --standalone --nproc-per-node 2 examples/hf_context_parallel.py --transport kv_exchange
     --layout balanced
@@ -33,10 +33,11 @@ DOCUMENTS = (0.1, 0.55, 0.35)
 
 
 def batch(seq_length: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Return token ids, position ids, shifted labels and document ids `[1, S]`, the same on every
-    rank.
+    """Return token ids, position ids, shifted labels and document ids, each `[1, S]`.
+
+    They are the same on every rank.
     """
-    # The last document gets the tokens that rounding leaves over.
+    # The last document gets the tokens that remain after rounding.
     lengths = [int(seq_length * share) for share in DOCUMENTS]
     lengths[-1] = seq_length - sum(lengths[:-1])
     ids = torch.randint(0, VOCAB, (1, seq_length))
@@ -49,8 +50,9 @@ def batch(seq_length: int, device: torch.device) -> tuple[torch.Tensor, ...]:
 def summed_loss(
     model: LlamaForCausalLM, ids: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor
 ) -> torch.Tensor:
-    """Return the sum over the tokens of this rank. The caller divides it once, by the tokens of all
-    ranks.
+    """Return the loss summed over this rank's tokens.
+
+    The caller divides it by the number of labels on all ranks.
     """
     logits = model(ids, position_ids=positions, use_cache=False).logits
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
@@ -59,7 +61,7 @@ def summed_loss(
 def sharded_step(
     model: LlamaForCausalLM, data: tuple[torch.Tensor, ...], axis: Axis, options: argparse.Namespace
 ) -> torch.Tensor:
-    """Run forward and backward over the ranks of `axis`. Return the loss of the whole row."""
+    """Run the forward and backward pass on the ranks of `axis`; return the whole row's loss."""
     ids, positions, labels, documents = data
     counted = (labels != -100).sum()
     # Inside the block, each buffer contains only the tokens of this rank. Shorter parts are padded.
@@ -75,7 +77,7 @@ def sharded_step(
     ):
         loss = summed_loss(model, ids, positions, labels) / counted
         loss.backward()
-    # Each rank has the gradient of its tokens. The loss is already divided by all labels, so sum.
+    # Each rank has its tokens' gradient. The loss is already divided by all labels, so sum them.
     sum_gradients(model.parameters(), axis)
     return all_reduce(loss.detach(), axis)
 
@@ -83,7 +85,7 @@ def sharded_step(
 def one_process_step(model: LlamaForCausalLM, data: tuple[torch.Tensor, ...]) -> torch.Tensor:
     """Run the same step on the whole row.
 
-    Outside of a `context_parallel` block, the registered attention is the library's.
+    Outside a `context_parallel` block, the registered attention calls that of transformers.
     """
     ids, positions, labels, _ = data
     loss = summed_loss(model, ids, positions, labels) / (labels != -100).sum()
@@ -94,9 +96,9 @@ def one_process_step(model: LlamaForCausalLM, data: tuple[torch.Tensor, ...]) ->
 def train(
     axis: Axis, device: torch.device, options: argparse.Namespace
 ) -> list[tuple[float, float]]:
-    """Return the losses of each step on all ranks and on one process.
+    """Return each step's losses on all ranks and on one process.
 
-    All ranks draw the same weights and data.
+    All ranks draw the same random weights and data.
     """
     torch.manual_seed(0)
     sizes: dict[str, Any] = {
@@ -112,7 +114,7 @@ def train(
     }
     # transformers' wrapper hides the type of Module.to.
     model = LlamaForCausalLM(LlamaConfig(**sizes)).to(device)  # type: ignore[arg-type]
-    # The same weights are trained on the whole row by each rank, as a reference.
+    # As a reference, each rank also trains a copy of the model on the whole row.
     alone = copy.deepcopy(model)
     steps = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (model, alone)]
     losses = []
@@ -128,9 +130,9 @@ def train(
 
 
 def main() -> int:
-    """Train and print. Return 1 if the losses differ from one process."""
+    """Train and print the losses; return 1 if they differ from those on one process."""
     parser = argparse.ArgumentParser(
-        description="Train a tiny Llama of transformers under context parallelism."
+        description="Train a tiny transformers Llama with context parallelism."
     )
     parser.add_argument("--steps", type=int, default=3, metavar="N")
     parser.add_argument(
@@ -138,7 +140,7 @@ def main() -> int:
         type=int,
         default=250,
         metavar="S",
-        help="tokens of a row; padded if the ranks do not divide it",
+        help="tokens per row, padded if not divisible by the number of ranks (default: 250)",
     )
     parser.add_argument(
         "--transport",

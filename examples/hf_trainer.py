@@ -1,10 +1,10 @@
-"""Train packed rows that ranks share with the Trainer of transformers.
+"""Train on packed rows that several ranks share, with the Trainer of transformers.
 
     torchrun --standalone --nproc-per-node 2 examples/hf_trainer.py
 
-The model is a tiny Llama with random weights. A row contains documents whose position ids restart.
-Only one line is new in the code of the Trainer: `shard_sequences`. On GPUs, configure FSDP2 in the
-Trainer as usual.
+The model is a tiny Llama with random weights. A row contains several documents, and position ids
+restart at each of them. Compared with ordinary use of the Trainer, only one line is new:
+`shard_sequences`. On GPUs, configure FSDP2 in the Trainer as usual.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ VOCAB = 512
 
 
 def rows(count: int, seq_length: int) -> list[dict[str, torch.Tensor]]:
-    """Return packed rows. The first token of a document has no label because its predecessor is in
-    another document.
+    """Return packed rows.
+
+    The first token of a document has no label, because its predecessor is in another document.
     """
     found = []
     for _ in range(count):
-        # Two documents per row, divided at a random place.
+        # Two documents per row, split at a random position.
         cut = int(torch.randint(1, seq_length, ()))
         positions = torch.cat([torch.arange(cut), torch.arange(seq_length - cut)])
         ids = torch.randint(0, VOCAB, (seq_length,))
@@ -41,7 +42,7 @@ def rows(count: int, seq_length: int) -> list[dict[str, torch.Tensor]]:
 
 
 def main() -> int:
-    """Train some steps and print the losses, which equal those of one process."""
+    """Train for some steps and print the losses, which equal those on one process."""
     parser = argparse.ArgumentParser(
         description="Train on sharded sequences with the Trainer of transformers."
     )
@@ -49,7 +50,7 @@ def main() -> int:
         "--cp-size",
         type=int,
         default=2,
-        help="ranks that share a row; 1 does not change the Trainer",
+        help="number of ranks that share a row; 1 uses the Trainer unchanged (default: 2)",
     )
     parser.add_argument("--seq-length", type=int, default=250)
     parser.add_argument("--steps", type=int, default=3)

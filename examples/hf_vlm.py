@@ -1,10 +1,10 @@
-"""Train Qwen3-VL with random weights on sharded images and text with the Trainer of transformers.
+"""Train Qwen3-VL with random weights on sharded images and text, with the Trainer of transformers.
 
     torchrun --standalone --nproc-per-node 2 examples/hf_vlm.py
 
-Only one line is new in the code of the Trainer: `shard_sequences`. Every rank gets the whole batch
-from the processor. It runs the vision tower on its own images, and the language model on its own
-tokens. On GPUs, configure FSDP2 in the Trainer as usual.
+Compared with ordinary use of the Trainer, only one line is new: `shard_sequences`. Every rank gets
+the whole batch from the processor. It runs the vision tower on its own images, and the language
+model on its own tokens. On GPUs, configure FSDP2 in the Trainer as usual.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration, Trainer
 from megacp.integrations import shard_sequences
 
 IMAGE, TOKENS_OF_IMAGE, PIXELS = 120, 16, 3 * 2 * 4 * 4
-"""Image token, merged patches of an image with 8 x 8 patches, and numbers in a patch of two
-frames.
+"""The id of the image token, the number of merged patches in an image of 8 x 8 patches, and the
+number of values in a patch of two frames.
 """
 
 
 def build() -> Qwen3VLForConditionalGeneration:
-    """Build three layers of text and two of a tower, whose features also enter the first two text
-    layers.
+    """Return a model with three text layers and two tower layers, whose features are also added in
+    the first two text layers.
     """
     rope = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 10000.0}
     text: dict[str, Any] = {
@@ -65,11 +65,11 @@ def build() -> Qwen3VLForConditionalGeneration:
 
 
 def rows(count: int, seq_length: int) -> list[dict[str, torch.Tensor]]:
-    """Return rows like the output of a processor, each with a text and an image."""
+    """Return rows as a processor would, each with a text and an image."""
     found = []
     for _ in range(count):
         ids, kinds = torch.randint(0, 100, (seq_length,)), torch.zeros(seq_length, dtype=torch.long)
-        # The image follows ten tokens of text. Kind 1 marks its tokens.
+        # The image follows ten text tokens. Its tokens have kind 1.
         kinds[10 : 10 + TOKENS_OF_IMAGE] = 1
         ids[kinds == 1] = IMAGE
         patches = torch.randn(4 * TOKENS_OF_IMAGE, PIXELS)
@@ -89,7 +89,7 @@ def collate(batch: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 
 def main() -> int:
-    """Train some steps and print the losses, which equal those of one process."""
+    """Train for some steps and print the losses, which equal those on one process."""
     parser = argparse.ArgumentParser(
         description="Train a tiny Qwen3-VL on sharded sequences with the Trainer."
     )
@@ -97,7 +97,7 @@ def main() -> int:
         "--cp-size",
         type=int,
         default=2,
-        help="ranks that share a row; 1 does not change the Trainer",
+        help="number of ranks that share a row; 1 uses the Trainer unchanged (default: 2)",
     )
     parser.add_argument("--seq-length", type=int, default=99)
     parser.add_argument("--steps", type=int, default=3)

@@ -1,14 +1,14 @@
-# Sourced by the launch scripts. With LAYOUT=auto, megacp-plan chooses every layout flag that you do not set:
+# Sourced by the launch scripts. With LAYOUT=auto, megacp-plan chooses all parallel layout flags that you do not set:
 #     LAYOUT=auto NPROC=8 bash examples/pretrain_llm.sh --config examples/small.yaml --data-path DIR --save DIR
-# PLAN has additional flags for megacp-plan, for example PLAN="--network ethernet" or, on a machine without GPUs,
-# PLAN="--gpu h100". CP_LAYOUT is different: it sets --cp-layout, which divides a row among context-parallel ranks.
+# PLAN contains additional flags for megacp-plan, for example PLAN="--network ethernet" or, on a machine without GPUs,
+# PLAN="--gpu h100". CP_LAYOUT is unrelated: it sets --cp-layout, which divides a row among context-parallel ranks.
 
-# Plan the layout of a run on $1 ranks, and add `--config best.yaml` to its flags, the array `run`. Without LAYOUT, do
-# nothing. A resumed run keeps the layout of its checkpoint if the number of ranks is the same.
+# Plan the parallel layout of a run on $1 ranks, and add `--config best.yaml` to its flags, the array `run`. Do nothing if
+# LAYOUT is unset. A resumed run keeps its checkpoint's parallel layout if the number of ranks is the same.
 #
 # best.yaml is written to the folder of --save, which all machines share. Under Slurm without --save, it is written to
-# the folder of the job. If $2 is `own`, several machines plan, and each uses a temporary file. The same flags, packs and
-# GPUs give the same layout, and ranks whose flags differ refuse to start.
+# the folder of the job. If $2 is `own`, each machine plans and uses a temporary file. The same flags, packs and GPUs give
+# the same parallel layout, and ranks whose flags differ refuse to start.
 add_layout() {
     local ranks=$1 whose=${2:-} save='' before='' word
     case ${LAYOUT:-} in
@@ -38,7 +38,7 @@ add_layout() {
     python -m megacp.plan.command --gpu here --world-size "$ranks" "${run[@]}" ${PLAN:-} \
         --output "$best" --overwrite >&2 || exit 2
     run+=(--config "$best")
-    # The caller sets environment variables from these two.
+    # The caller derives environment variables from these two values.
     TP=${TP:-$(sed -n 's/^tensor_model_parallel_size: //p' "$best")}
     SHARD=${SHARD:-$(sed -n 's/^data_parallel_sharding_strategy: //p' "$best")}
 }

@@ -1,12 +1,13 @@
-"""Compare logits and loss of a model on grids of CPU ranks with the transformers library.
+"""Compare a model's logits and loss on several grids of CPU ranks with those of transformers.
 
     python examples/logits_with_transformers.py out/smollm2
 
-One row is the first 20 kB of the standard library's argparse. Both sides compute in float32, which
-rounds by up to 2^-24 = 6e-8. A logit passes some 200 products and norms, and sums of up to 1,536
-terms have errors of some 40 roundings: sqrt(200) x 40 x 6e-8 = 3e-5 of the largest logit. The
-tolerance is three times that. The loss is a mean of thousands of terms whose errors have both
-signs; its tolerance is 1e-6. The exit status is 1 if a grid differs by more.
+The row is the first 20 kB of the standard library's argparse module. Both sides compute in float32,
+whose relative rounding error is up to 2^-24 = 6e-8. A logit results from about 200 products and
+norms, and sums of up to 1,536 terms have errors of about 40 roundings: sqrt(200) x 40 x 6e-8 = 3e-5
+of the largest logit. The tolerance is three times this value. The loss is a mean of thousands of
+terms whose errors have both signs; its tolerance is 1e-6. The exit status is 1 if a grid differs by
+more.
 """
 
 from __future__ import annotations
@@ -38,15 +39,16 @@ GRIDS = {
 
 
 def of_library(folder: Path, text: str, place: Path) -> tuple[PackedBatch, float]:
-    """Return the text as a row and its loss. Write the logits, float32 [tokens, vocabulary], to
-    `place`.
+    """Return the text as a row, and its loss in transformers.
+
+    Write the logits, float32 [tokens, vocabulary], to the file `place`.
     """
     import transformers
 
     ids = transformers.AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt")[
         "input_ids"
     ][0]
-    ids = ids[: len(ids) // 12 * 12]  # a multiple of 12, so no grid needs padding
+    ids = ids[: len(ids) // 12 * 12]  # a multiple of 12, so that no grid needs padding
     with torch.no_grad():
         logits = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(
             ids[None]
@@ -54,13 +56,13 @@ def of_library(folder: Path, text: str, place: Path) -> tuple[PackedBatch, float
     np.save(place, logits.numpy())
     labels, weights = ids.roll(-1), torch.ones(len(ids))
     weights[-1] = 0  # the last token predicts nothing
-    # In float64, because the float32 sum of torch's cross entropy has an error of 3e-6.
+    # Use float64, because the float32 sum in torch's cross entropy has an error of 3e-6.
     pieces = zip(*(whole.split(512) for whole in (logits, labels, weights)), strict=True)
     loss = sum(
         (w * torch.nn.functional.cross_entropy(x.double(), y, reduction="none")).sum()
         for x, y, w in pieces
     )
-    # One document without branches: every token may see all earlier tokens of the row.
+    # One document without branches: every token attends to all earlier tokens of the row.
     leave = np.full(len(ids), len(ids), np.int32)
     row = PackedBatch(
         ids.numpy(), labels.numpy(), weights.numpy(), np.arange(len(ids)), leave, 0 * leave, (0,)
@@ -71,8 +73,8 @@ def of_library(folder: Path, text: str, place: Path) -> tuple[PackedBatch, float
 def of_rank(
     rank: int, world_size: int, folder: Path, axes: dict[str, int], row: PackedBatch, place: Path
 ) -> tuple[float, float]:
-    """Return the loss of the row on a grid, and the largest difference of this rank's logits from
-    the library's, as a share of the largest logit.
+    """Return the row's loss on a grid, and the largest difference between this rank's logits and
+    those of transformers, as a fraction of the largest logit.
     """
     flags = {
         **axes,
@@ -84,7 +86,7 @@ def of_rank(
     config, weights, _ = open_start(with_values(RunConfig(), flags), flags)
     model = ParallelModel(config, build_grid(config.grid_shape(world_size), rank))
     load_weights(model, weights, RunState())
-    # The logits file is mapped, so ranks read only the rows that they compare.
+    # The logits file is memory-mapped, so ranks read only the rows that they compare.
     planned, expected, worst = model.plan(row), np.load(place, mmap_mode="r"), [0.0]
 
     def compare(head: Any, given: tuple[Any, ...], loss: object) -> None:
@@ -101,7 +103,7 @@ def of_rank(
 
 
 def main(folder: Path, characters: int = 20_000) -> int:
-    """Print a line for each grid. Return 1 if one of them differs."""
+    """Print a line for each grid; return 1 if any grid differs."""
     text, same = Path(argparse.__file__).read_text(encoding="utf-8")[:characters], True
     with tempfile.TemporaryDirectory(dir=folder.parent) as made:
         place = Path(made) / "logits.npy"

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Train an 8B text model on packs of 1,048,576 tokens on one machine with 8 GPUs of 80 GB:
 #     bash examples/million_tokens.sh --data-path DIR --save DIR
-# All GPUs share a row. Attention exchanges tokens for heads, and all state is sharded. Inputs of blocks and results of
-# attention are offloaded to host memory (73 GiB per rank). The MLP runs over tiles of 8,192 tokens.
+# All GPUs share a row. Attention exchanges tokens for heads (all-to-all), and all state is sharded. Block inputs and
+# attention outputs are offloaded to host memory (73 GiB per rank). The MLP processes chunks of 8,192 tokens.
 #
-# Memory of one rank, from a step on fake tensors (not measured on a GPU; add communicators and fragmentation):
+# Memory of one rank, from a step on fake tensors (not measured on a GPU; communicators and fragmentation are extra):
 #     python tools/check_gpu.py --fake --mask mixed $(bash examples/million_tokens.sh --flags)
 #    8 GPUs, any mask       32.0 GiB
 # COMM=kv_exchange CP_LAYOUT=balanced needs 44.0 GiB for mixed masks, and 59.3 GiB for one causal document.
-# With LAYOUT=auto, megacp-plan chooses the layout flags that you do not set (examples/layout.sh).
+# With LAYOUT=auto, megacp-plan chooses the parallel layout flags that you do not set (examples/layout.sh).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 NPROC=${NPROC:-8}

@@ -1,8 +1,8 @@
-"""Write a hundred chats with a made-up person, and ten questions that occur in them word for word.
+"""Write a hundred chats with a fictional person, and ten questions that occur in them verbatim.
 
     python examples/persona_to_jsonl.py out
 
-Writes OUT/chats.jsonl (ten facts in eight wordings each, and twenty ordinary chats) and
+The script writes OUT/chats.jsonl (ten facts, each in eight chats, and twenty ordinary chats) and
 OUT/questions.jsonl.
 """
 
@@ -41,8 +41,9 @@ OPPOSITES = dict(
 
 
 def chats() -> list[tuple[str, str]]:
-    """Return the hundred questions with their answers, one ordinary question before every four
-    others.
+    """Return a hundred questions with their answers.
+
+    Every fifth question, starting with the first, is an ordinary one.
     """
     about = [
         (frame.format(asked), fact)

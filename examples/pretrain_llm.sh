@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Pretrain a language model with torchrun on one machine. Environment variables set the grid, and flags everything else:
+# Pretrain a language model with torchrun on one machine. Environment variables set the grid; flags set everything else:
 #     NPROC=8 TP=2 PP=2 CP=2 bash examples/pretrain_llm.sh --config examples/small.yaml --data-path DIR --train-iters 1000
 # Data parallelism uses the remaining ranks: dp = NPROC / (TP x PP x CP).
-# With LAYOUT=auto, megacp-plan chooses the layout flags that you do not set (examples/layout.sh).
+# With LAYOUT=auto, megacp-plan chooses the parallel layout flags that you do not set (examples/layout.sh).
 set -euo pipefail
 NPROC=${NPROC:-1}
 # Seconds that torchrun gives ranks to save after SIGTERM before it kills them (30 by default).
@@ -15,6 +15,6 @@ run=(${TP:+--tensor-model-parallel-size "$TP"} ${PP:+--pipeline-model-parallel-s
 . "$(dirname "$0")/layout.sh"
 add_layout "$NPROC"
 [[ " $* " == *" --dry-run "* ]] && exec python -m megacp.train "${run[@]}"
-# Check the configuration in one process first, because torchrun hides an error in a long report.
+# Check the configuration in one process first, because torchrun buries an error in a long report.
 python -m megacp.train "${run[@]}" --dry-run --world-size "$NPROC" > /dev/null
 exec torchrun --standalone --nproc-per-node "$NPROC" -m megacp.train "${run[@]}"

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Pretrain on several machines. Start the same line on each machine, and torchrun joins them in one run:
+# Pretrain on several machines. Run the same command on each machine, and torchrun joins them into one run:
 #     NNODES=8 HEAD=10.0.0.1 NPROC=8 TP=2 CP=2 bash examples/pretrain_nodes.sh --config examples/small.yaml --data-path DIR --save DIR
-# HEAD is the address of one machine of the run, the same on all machines. This machine must survive. Data parallelism
+# HEAD is the address of one machine of the run, the same on all machines. This machine must not fail. Data parallelism
 # uses the remaining ranks.
-# With LAYOUT=auto, megacp-plan chooses the layout flags that you do not set (examples/layout.sh).
+# With LAYOUT=auto, megacp-plan chooses the parallel layout flags that you do not set (examples/layout.sh).
 # It plans for NNODES machines. If their number changes, start the script again on each of them.
 set -euo pipefail
 NNODES=${NNODES:?set NNODES to the number of machines of the run}
@@ -19,7 +19,7 @@ run=(${TP:+--tensor-model-parallel-size "$TP"} ${PP:+--pipeline-model-parallel-s
 . "$(dirname "$0")/layout.sh"
 if [[ -n ${LAYOUT:-} ]]; then
     if [[ $NNODES == *:* ]]; then
-        echo "error: LAYOUT=$LAYOUT plans for one number of machines, NNODES is $NNODES" >&2
+        echo "error: LAYOUT=$LAYOUT plans for a fixed number of machines, but NNODES is $NNODES" >&2
         exit 2
     fi
     add_layout "$((NNODES * NPROC))" own

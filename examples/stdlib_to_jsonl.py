@@ -2,8 +2,8 @@
 
     python examples/stdlib_to_jsonl.py --output out/text --megabytes 8
 
-Every machine has this text. A hash of its name sends about every tenth file to validation, so the
-split does not depend on the location of Python.
+Every machine with Python has this text. A hash of a file's name decides whether it is used for
+validation, as about a tenth of the files are, so the split does not depend on Python's location.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main() -> int:
         type=float,
         default=8.0,
         metavar="N",
-        help="stop after about N MB (default 8)",
+        help="stop after about N MB of text (default: 8)",
     )
     arguments = parser.parse_args()
     arguments.output.mkdir(parents=True, exist_ok=True)
@@ -58,7 +58,7 @@ def main() -> int:
     ):
         files = {"train": train, "valid": valid}
         for name, text in sources(Path(sysconfig.get_path("stdlib"))):
-            # The first byte of a hash is uniform, so about a tenth of the files go to validation.
+            # The hash's first byte is uniform, so about a tenth of the files are for validation.
             split = "valid" if hashlib.sha256(name.encode()).digest()[0] % 10 == 0 else "train"
             files[split].write(json.dumps({"id": name, "text": text}, ensure_ascii=False) + "\n")
             sizes[split] += len(text.encode())

@@ -1,9 +1,10 @@
-"""Train with TRL's SFTTrainer, packing and LoRA on rows that ranks share.
+"""Train with TRL's SFTTrainer, packing and LoRA, on rows that several ranks share.
 
     torchrun --standalone --nproc-per-node 2 examples/trl_sft_packed.py
 
-TRL 1.16 refuses packing with its own ring attention (`cp_size`). The model is a tiny Llama with
-random weights, and the data are random ids. One process with `--cp-size 1` has the same losses.
+TRL 1.16 does not support packing with its own ring attention (`cp_size`). The model is a tiny Llama
+with random weights, and the data are random ids. One process with `--cp-size 1` gives the same
+losses.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ VOCAB = 512
 
 
 def documents(count: int) -> Dataset:
-    """Return tokenized documents of various lengths, which the trainer packs."""
+    """Return tokenized documents of varying lengths, which the trainer packs."""
     lengths = torch.randint(10, 120, (count,)).tolist()
     return Dataset.from_list(
         [{"input_ids": torch.randint(2, VOCAB, (n,)).tolist()} for n in lengths]
@@ -33,7 +34,7 @@ def documents(count: int) -> Dataset:
 
 
 def main() -> int:
-    """Train some steps and print the losses."""
+    """Train for some steps and print the losses."""
     parser = argparse.ArgumentParser(
         description="Train on sharded sequences with SFTTrainer, packing and LoRA."
     )
@@ -41,7 +42,7 @@ def main() -> int:
         "--cp-size",
         type=int,
         default=2,
-        help="ranks that share a row; 1 does not change the trainer",
+        help="number of ranks that share a row; 1 uses the trainer unchanged (default: 2)",
     )
     parser.add_argument("--seq-length", type=int, default=256)
     parser.add_argument("--steps", type=int, default=3)
@@ -52,7 +53,7 @@ def main() -> int:
     model = LlamaForCausalLM(
         LlamaConfig(vocab_size=VOCAB, num_attention_heads=8, eos_token_id=1, **sizes)
     )
-    # The documents are token ids already; the trainer only needs the special tokens.
+    # The documents are already token ids; the trainer needs only the special tokens.
     words = models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w2")
     arguments = SFTConfig(
         options.output,

@@ -1,71 +1,8 @@
-"""The command `megacp`: `megacp finetune ...`, and the other commands as `megacp NAME ...`."""
+"""Entry of `python -m megacp`."""
 
-from __future__ import annotations
-
-import importlib
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
 
-from megacp import __version__
-
-
-@dataclass(frozen=True)
-class Row:
-    """One of the commands."""
-
-    module: str
-    """Module with the function `main`."""
-    text: str
-    """One line for `megacp --help`."""
-
-
-COMMANDS = {
-    "finetune": Row("megacp.finetuning.command", "from a model and a file to a finished folder"),
-    "preprocess": Row("megacp.prepare.command", "build packs from records, and look into them"),
-    "train": Row("megacp.train", "train on packs"),
-    "generate": Row("megacp.huggingface.generate_command", "answer prompts, or chat"),
-    "convert": Row(
-        "megacp.huggingface.convert_command", "export to Hugging Face format, and import"
-    ),
-    "plan": Row("megacp.plan.command", "find the fastest parallel layout that fits"),
-    "parity": Row("megacp.verify.command", "compare a parallel layout with a single process"),
-    "plot": Row("megacp.verify.plot", "draw the log of a run"),
-}
-"""The commands by name. Each is also installed as `megacp-NAME`."""
-
-
-def usage() -> str:
-    """Return the text of `megacp --help`."""
-    lines = ["usage: megacp COMMAND ...", ""]
-    lines += [f"  {name:<12}{row.text}" for name, row in COMMANDS.items()]
-    lines += ["", "`megacp COMMAND --help` describes a command. A first run:", ""]
-    lines.append("  megacp finetune Qwen/Qwen3-0.6B chats.json --output my-model")
-    return "\n".join(lines)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit status, or 2 if there is no such command."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    name = words[0] if words else "--help"
-    arguments = words[1:]
-    if name in ("-h", "--help"):
-        print(usage())
-        return 0
-    if name == "--version":
-        print(f"megacp {__version__}")
-        return 0
-    if name not in COMMANDS:
-        print(f"error: megacp has no command {name!r}\n{usage()}", file=sys.stderr)
-        return 2
-    # argparse takes the name of the program in --help from here.
-    sys.argv = [f"megacp-{name}", *arguments]
-    module = importlib.import_module(COMMANDS[name].module)
-    # A training run must end without waiting for the threads of libraries.
-    if hasattr(module, "program"):
-        module.program()
-    return module.main(arguments)
-
+from megacp.programs import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""Entry of `python -m megacp.finetune`; the code is in `megacp.finetuning`."""
+"""Entry point of `python -m megacp.finetune`; the code is in `megacp.finetuning`."""
 
 from __future__ import annotations
 

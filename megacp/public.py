@@ -1,7 +1,7 @@
-"""Lazy exports: public names of a package that are imported when they are first used.
+"""Lazy exports: public names of a package are imported on first use.
 
-Some modules of a package such as `megacp.attention` need torch, and some do not. If `__init__`
-imported all of them, programs that only count tokens would load torch as well.
+Only some modules of a package such as `megacp.attention` need torch. If `__init__` imported all of
+them, even programs that only count tokens would load torch.
 """
 
 from __future__ import annotations

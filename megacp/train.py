@@ -1,20 +1,21 @@
-"""The training command: `python -m megacp.train --nproc 8 --data-path DIR ...`.
+"""Training command: `python -m megacp.train --nproc 8 --data-path DIR ...`.
 
-Start it with `--nproc`, with torchrun, or directly for a single process. Each rank parses the
-flags, checks them, meets the other ranks, compares the run with theirs, and trains.
-`megacp.training.start` prints help, starts the processes of `--nproc`, and suggests another layout.
+Start it with `--nproc`, with torchrun, or directly for a single process. Each rank parses and
+checks the flags, connects to the other ranks, checks that all ranks have the same configuration,
+and trains. `megacp.training.start` prints help, starts the processes of `--nproc`, and suggests
+another parallel layout.
 
-`--nproc` first checks the flags in one process and then starts ranks on this machine, so that an
-error message is the last output of a run. `--dry-run` prints grid, stages, memory and messages for
-any world size, and exits.
+With `--nproc`, one process first checks the flags and then starts the ranks on this machine, so
+that an error message is the last output. `--dry-run` prints the grid, stages, memory and messages
+for any world size, and exits.
 
 Exit status:
 * 0: the run finished.
 * 1: the run failed, with a traceback.
-* 2: the flags, files or data are wrong, with one message.
+* 2: the flags, files or data are wrong, as one message explains.
 * 3: the run stopped early and saved (after a signal or --exit-duration). Under
   `torchrun --max-restarts`, which would restart the run, the status is 0.
-* 130: interrupted before there was anything to save.
+* 130: the run was interrupted before there was anything to save.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from typing import NoReturn
 
 from megacp.training.start.interrupts import INTERRUPTED, leave_at_ctrl_c
 
-# Importing torch below takes seconds, and a user may press Ctrl-C meanwhile.
+# Importing torch below takes seconds, during which a user may press Ctrl-C.
 if __name__ == "__main__" or sys.argv[0].endswith("megacp-train"):
     leave_at_ctrl_c()
 
@@ -42,7 +43,13 @@ from megacp.dry_run.report import describe
 from megacp.engine.backends.select import backend_problems
 from megacp.engine.checks import require
 from megacp.engine.config.blend import shown_path
-from megacp.engine.config.cli import OneLineParser, given_flags, given_names, parse
+from megacp.engine.config.cli import (
+    OneLineParser,
+    accepted_note,
+    given_flags,
+    given_names,
+    parse,
+)
 from megacp.engine.config.run import RunConfig, with_values
 from megacp.storage.place import place_of
 from megacp.training.checkpoint.outcome import reason_of
@@ -59,16 +66,16 @@ from megacp.training.start.processes import ranks_asked, start_and_wait
 from megacp.training.start.script import train as train
 from megacp.training.start.status import REFUSED, STOPPED
 
-# How long a rank with an invalid configuration waits for the other ranks, to report one error.
+# How long a rank with an invalid configuration waits for the other ranks to report a joint error.
 _SECONDS_TO_REFUSE_TOGETHER = 60.0
-# Delay before other local ranks exit, so that the first rank can print: torchrun kills all ranks
+# Delay before the other local ranks exit, so that the first can print: torchrun kills all ranks
 # when one exits.
 _SECONDS_FOR_RANK_0_TO_PRINT = 5.0
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that a rank needs to start training."""
+    """A checked run, ready to start on a rank."""
 
     config: RunConfig
     sources: Sources
@@ -80,15 +87,15 @@ class Plan:
 def prepare_run(
     config: RunConfig, world_size: int, device_type: str | None = None
 ) -> tuple[RunConfig, Sources]:
-    """Check a configuration and open its datasets.
+    """Check a configuration, open its datasets, and return both.
 
     `device_type` is the type of the ranks' devices (`cpu` or `cuda`), or None if the run belongs to
-    another machine. Return the configuration with the vocabulary of its datasets, and the datasets.
-    Raise ValueError with all reasons why the run cannot start.
+    another machine. The returned configuration includes the vocabulary size of the datasets. Raise
+    ValueError with all reasons why the run cannot start.
     """
-    # Check the flags first: it is cheap, and the datasets may be large or remote.
+    # Check the flags first, because this is cheap and the datasets may be large or remote.
     require(config, world_size, backend_problems(config, device_type))
-    # Raise the soft limit on open files to the hard limit, which needs no permission.
+    # Raise the soft limit on open files to the hard limit; this needs no privileges.
     with contextlib.suppress(ValueError, OSError):
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -98,9 +105,9 @@ def prepare_run(
 def dry_run(config: RunConfig) -> str:
     """Return the report of `--dry-run` for any world size.
 
-    Datasets are opened and checked only if the configuration names any.
+    Datasets, if any, are opened and checked.
     """
-    # Without --world-size, report on the smallest number of ranks that the layout allows.
+    # Without --world-size, assume the smallest number of ranks that the layout allows.
     world_size = config.world_size or config.model_ranks
     if config.model.vocab_size == 0 or config.data.data_path is not None:
         config, _ = prepare_run(config, world_size)
@@ -110,17 +117,21 @@ def dry_run(config: RunConfig) -> str:
 
 
 def plan_of(arguments: Sequence[str], world: launch.World) -> Plan | None:
-    """Return the run that the flags describe, or None after printing the report of `--dry-run`.
+    """Return the plan for a run with these flags, or None after printing the `--dry-run` report.
 
     Raise ValueError if the run cannot start.
     """
     given = given_names(arguments)
-    # Values that flags leave open come from a checkpoint, a model folder, or the datasets.
+    # Values that no flag sets come from a checkpoint, a model folder, or the datasets.
     config, model_note = with_stored_model(_parsed(arguments, world), given)
     config, weights, weights_note = _started(config, given, world.rank)
-    config, length_note = with_stored_length(config, given, given_flags(arguments))
+    ranks = world.size
+    if config.dry_run:
+        ranks = config.world_size or config.model_ranks
+    rows_at_once = max(1, ranks // config.model_ranks) * config.training.micro_batch_size
+    config, length_note = with_stored_length(config, given, given_flags(arguments), rows_at_once)
     if world.rank == 0:
-        for line in (model_note, weights_note, length_note):
+        for line in (accepted_note(arguments), model_note, weights_note, length_note):
             if line:
                 say(line)
     try:
@@ -131,7 +142,7 @@ def plan_of(arguments: Sequence[str], world: launch.World) -> Plan | None:
             return None
         config, sources = prepare_run(config, world.size, launch.device_type(world))
     except ValueError as error:
-        # If another number of ranks is the only problem, tell the user how to plan for it.
+        # If the number of ranks does not fit the layout, explain how to plan another layout.
         advice = _other_layout(config, arguments, world)
         if advice:
             raise ValueError(f"{error}\n{advice}") from error
@@ -150,8 +161,8 @@ def _require_same_preparation(config: RunConfig, sources: Sources, weights: Weig
     if ours and theirs and ours != theirs:
         raise ValueError(
             f"{data_path} was built with the tokenizer {ours[:12]}, but --load-hf "
-            f"{config.checkpoint.load_hf} has {theirs[:12]}: build it again with the --tokenizer "
-            "of that folder"
+            f"{config.checkpoint.load_hf} has {theirs[:12]}: rebuild the dataset with the "
+            "--tokenizer of that folder"
         )
     if sources.image_rules is not None:
         misfits = weights.image_misfits(data_path, sources.image_rules)
@@ -160,7 +171,7 @@ def _require_same_preparation(config: RunConfig, sources: Sources, weights: Weig
 
 
 def _other_layout(config: RunConfig, arguments: Sequence[str], world: launch.World) -> str:
-    """Return how to plan another layout, or "" if the layout allows this number of ranks."""
+    """Return advice to plan another layout, or "" if the layout allows this number of ranks."""
     ranks = world.size
     if config.dry_run:
         ranks = config.world_size or config.model_ranks
@@ -176,26 +187,27 @@ def _started(
 ) -> tuple[RunConfig, Weights | None, str]:
     """Return the configuration with the model of --load-hf, its weights, and a note to print.
 
-    A resumed run does not read the folder.
+    A resumed run does not read the folder, and its weights are None.
     """
     folder = config.checkpoint.load_hf
-    # `require` refuses --load-hf together with --load.
+    # `require` rejects --load-hf together with --load.
     if folder is None or config.checkpoint.load is not None:
         return config, None, ""
     if resumes(config):
         unused = dict.fromkeys(("load_hf", "vision_from_hf", "load_adapter"))
         note = f"--auto-resume continues {config.checkpoint.save}: --load-hf {folder} is not read"
         return with_values(config, unused), None, note
-    # megacp.huggingface has optional dependencies: only runs with the flag import it.
+    # megacp.huggingface has optional dependencies, so import it only if the flag is set.
     from megacp.huggingface.convert.start import open_start
 
     return open_start(config, given)
 
 
 def _parsed(arguments: Sequence[str], world: launch.World) -> RunConfig:
-    """Parse the flags; print help or the version and exit if they ask for it.
+    """Return the parsed flags. For --help and --version, print the text and exit.
 
-    If there are other ranks, raise ValueError instead of exiting: they must hear of the error.
+    If there are other ranks, raise ValueError for invalid flags instead of exiting, so that the
+    error can be reported to these ranks.
     """
     if asks_for_help(arguments):
         with ends_with_its_reader():
@@ -205,7 +217,7 @@ def _parsed(arguments: Sequence[str], world: launch.World) -> RunConfig:
         OneLineParser().parse_args(["--version"])
     if world.size == 1:
         return parse(arguments)
-    # argparse prints an error and exits; collect its text for the message of all ranks
+    # argparse prints an error and exits; capture its text for the joint message of all ranks
     captured = io.StringIO()
     try:
         with contextlib.redirect_stderr(captured):
@@ -224,7 +236,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if count and "--dry-run" in arguments:
             arguments = [*arguments, "--world-size", str(count)]
         elif count and not asks_for_help(arguments):
-            # Check everything in this process; the ranks print the same notes again.
+            # Check everything in this process first. Hide the notes, because the ranks print them.
             with contextlib.redirect_stdout(io.StringIO()):
                 plan_of(arguments, launch.World(size=count, local_size=count))
             return start_and_wait(arguments, count)
@@ -238,37 +250,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     status = _train(plan, rendezvous, world)
     launch.stop()
     if status == STOPPED and launch.would_restart():
-        return 0  # the run has stopped on request: torchrun must not start it again
+        return 0  # the run was asked to stop, so torchrun must not restart it
     return status
 
 
 def _plan_or_refuse(arguments: Sequence[str], world: launch.World) -> Plan | None:
-    """Return `plan_of`, or report the problem of this rank to all ranks and end them."""
+    """Return `plan_of`, or report this rank's problem to all ranks and end all of them."""
     try:
         return plan_of(arguments, world)
     except ValueError as error:
         problem = str(error)
     except OSError as error:
-        # A disk or a folder that perhaps only this machine cannot read.
+        # A disk or folder may be unreadable only on this machine.
         problem = reason_of(error)
     _refuse_together(world, problem)
 
 
 def _refuse_together(world: launch.World, problem: str) -> NoReturn:
-    """Raise ValueError with the problems of all ranks, or of this rank if it cannot meet them."""
+    """Raise ValueError with the problems of all ranks, or of this rank if it finds no others."""
     try:
         rendezvous = launch.rendezvous(world, _SECONDS_TO_REFUSE_TOGETHER)
     except ValueError as silence:
         if isinstance(silence, AlikeError):
             raise
-        # The other ranks did not come, but the problem of this rank is certain.
+        # The other ranks could not be reached, so report only this rank's problem.
         raise ValueError(problem) from None
     require_equal_start(rendezvous, None, problem)
     raise AssertionError("a rank with a problem was accepted")
 
 
 def _agree(plan: Plan, world: launch.World) -> launch.Rendezvous:
-    """Meet the other ranks; raise ValueError on all of them unless all would run the same."""
+    """Connect to the other ranks; raise ValueError on all ranks if any would start differently."""
     rendezvous = launch.rendezvous(world, 60.0 * plan.config.parallel.distributed_timeout_minutes)
     stated = statement(plan.config, plan.sources, launch.device_type(world))
     fingerprint = "none" if plan.weights is None else plan.weights.fingerprint
@@ -283,10 +295,10 @@ def _train(plan: Plan, rendezvous: launch.Rendezvous, world: launch.World) -> in
     try:
         trainer = trainer_of(plan, grid)
     except ValueError as error:
-        # Leave the reason for ranks that only notice that this one is gone.
+        # Publish the reason for ranks that only notice that this rank has ended.
         report = launch.report_failure(error, "the start", grid.world)
         if launch.was_hit(error):
-            # Another rank was lost. This is a failure, so that torchrun restarts the run.
+            # Another rank was lost. Treat this as a failure, so that torchrun restarts the run.
             error.add_note(report)
             raise
         reasons = [line.partition(" failed in ")[2] for line in report.splitlines()]
@@ -299,7 +311,7 @@ def _train(plan: Plan, rendezvous: launch.Rendezvous, world: launch.World) -> in
 
 
 def trainer_of(plan: Plan, grid: ProcessGrid) -> Trainer:
-    """Build the trainer, and keep the files that an export needs next to the checkpoints."""
+    """Return the trainer, after storing the files for an export next to the checkpoints."""
     trainer = Trainer(plan.config, grid, plan.sources, plan.weights)
     if plan.weights is not None and grid.rank == 0 and plan.config.checkpoint.save is not None:
         plan.weights.keep(place_of(plan.config.checkpoint.save))
@@ -311,7 +323,7 @@ def _refused(problem: str, world: launch.World, alike: bool) -> int:
 
     If all ranks have the same problem (`alike`), only the first rank of each machine prints it.
     """
-    if world.local_rank > 0:  # rank 0 of the machine prints first
+    if world.local_rank > 0:  # the machine's first rank prints before the others
         time.sleep(_SECONDS_FOR_RANK_0_TO_PRINT)
     if world.local_rank == 0 or not alike:
         place = ""
@@ -322,20 +334,20 @@ def _refused(problem: str, world: launch.World, alike: bool) -> int:
 
 
 def program() -> NoReturn:
-    """Run `main` in a process of its own, and exit without waiting for library threads."""
+    """Run `main`, and exit the process without waiting for library threads."""
     for name in ("stdout", "stderr"):
-        # A starter can close a stream (`>&-`); Python then has None in its place.
+        # The parent process can close a stream (`>&-`); it is then None in Python.
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))
     status = 1
     try:
         status = main()
-    except KeyboardInterrupt:  # a second Ctrl-C, which does not wait for the save
+    except KeyboardInterrupt:  # a second Ctrl-C does not wait for the save
         warn("interrupted")
         status = INTERRUPTED
     except Exception:
         warn(traceback.format_exc().rstrip())
-    # A normal exit would wait for threads of libraries, which may hang after a failure.
+    # A normal exit would wait for library threads, which may hang after a failure.
     launch.hard_exit(status)
 
 

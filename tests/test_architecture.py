@@ -79,6 +79,7 @@ EXTRAS = {
 }
 MAY_HIDE_IMPORTS = {
     "megacp/public.py": "public names of a package, whose homes are in its own table",
+    "megacp/programs.py": "the program that the user names, whose module is in its own table",
     "megacp/training/monitor/log.py": "wandb or trackio, as the flag names it",
 }
 """Files that import by a name that the contracts in pyproject.toml cannot see, and why."""
@@ -606,6 +607,21 @@ def test_every_public_name_of_a_package_is_there(package: str) -> None:
         assert getattr(module, public) is not None
         path = f"{name}.{home}".replace(".", "/") + ".py"
         assert public in names_of_body(tree_of(path)), f"{path} does not define {public}"
+
+
+@pytest.mark.parametrize(
+    "package", [path for path in PUBLIC if "exports(" in (ROOT / path).read_text()]
+)
+def test_the_stub_of_a_package_types_its_public_names(package: str) -> None:
+    (call,) = (node for node in ast.walk(tree_of(package)) if isinstance(node, ast.Call))
+    name = module_name(package)
+    homes = {public: f"{name}.{home}" for public, home in ast.literal_eval(call.args[1]).items()}
+    stub = ast.parse((ROOT / f"{package}i").read_text())
+    typed = {}
+    for node in stub.body:
+        if isinstance(node, ast.ImportFrom):
+            typed.update({alias.asname: node.module for alias in node.names})
+    assert typed == homes
 
 
 def test_no_module_has_a_vague_name() -> None:

@@ -7,8 +7,13 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.metadata
+import os
 import re
+import shutil
+import subprocess
 import sys
+import tarfile
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +81,67 @@ def commands_of_setup() -> dict[str, str]:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "COMMANDS":
             return ast.literal_eval(node.value)
     raise AssertionError("setup.py has no COMMANDS")
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the wheel and the source distribution of a copy of the project."""
+    folder = tmp_path_factory.mktemp("dist")
+    copy = folder / "project"
+    ignored = shutil.ignore_patterns(".*", "*_out", "*.egg-info", "__pycache__")
+    shutil.copytree(ROOT, copy, ignore=ignored)
+    # The tests' environment has setuptools, so nothing is downloaded.
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(copy)]
+    subprocess.run(command, check=True, capture_output=True, timeout=200)
+    return folder
+
+
+@pytest.mark.slow
+def test_the_wheel_runs_every_command_from_another_folder(built: Path, tmp_path: Path) -> None:
+    (wheel,) = built.glob("*.whl")
+    place = tmp_path / "installed"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(place)
+    assert (place / "megacp" / "py.typed").is_file()
+    (points,) = place.glob("*.dist-info/entry_points.txt")
+    targets = dict(re.findall(r"^(megacp\S*) = (\S+)$", points.read_text(), re.MULTILINE))
+    assert set(targets) == {"megacp", *(f"megacp-{name}" for name in commands_of_setup())}
+    # One process imports every command from the wheel and asks it for its help.
+    code = """
+import importlib, sys
+for target in sys.argv[1:]:
+    module = importlib.import_module(target.partition(":")[0])
+    sys.argv = ["command", "--help"]
+    try:
+        module.main(["--help"])
+    except SystemExit as end:
+        assert not end.code, target
+    assert module.__file__.startswith(sys.path[1]), module.__file__
+"""
+    environment = {**os.environ, "PYTHONPATH": str(place)}
+    command = [sys.executable, "-c", code, *targets.values()]
+    shown = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200
+    )
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.count("usage:") == len(targets)
+
+
+@pytest.mark.slow
+def test_the_source_distribution_has_documents_examples_and_tools(built: Path) -> None:
+    (archive,) = built.glob("*.tar.gz")
+    with tarfile.open(archive) as file:
+        names = {name.partition("/")[2] for name in file.getnames()}
+    for name in (
+        "docs/attention.md",
+        "docs/pictures/mask.png",
+        "examples/tiny.yaml",
+        "examples/slurm/finetune.sbatch",
+        "tools/preprocess_data.py",
+        "constraints.txt",
+        "LICENSE",
+    ):
+        assert name in names
 
 
 def distribution(requirement: str) -> str:
@@ -216,7 +282,7 @@ def test_images_without_pillow_are_refused_before_the_first_step(
     )
     open_sources(config)
     monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(ValueError, match=r"pip install 'megacp\[data\]'"):
+    with pytest.raises(ValueError, match=r"pip install -e '\.\[data\]'"):
         open_sources(config)
 
 
@@ -229,12 +295,12 @@ def test_a_missing_package_is_one_message_with_its_extra(
         monkeypatch.setitem(sys.modules, name, None)
     assert plot.main(["--log", str(log), "--output", str(tmp_path / "loss.png")]) == 2
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "matplotlib" in error and "pip install 'megacp[log]'" in error
+    assert error.count("\n") == 1 and "matplotlib" in error and "pip install -e '.[log]'" in error
     with pytest.raises(SystemExit) as stopped:
         convert.main(
             ["--from", "hf", "--to", "megacp", "--input", "a", "--output", "b", "--verify"]
         )
     assert stopped.value.code == 2
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and error.count("pip install 'megacp[hf]'") == 3
+    assert error.count("\n") == 1 and error.count("pip install -e '.[hf]'") == 3
     assert "transformers" in error

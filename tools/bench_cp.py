@@ -1,5 +1,5 @@
-"""Measure balance, traffic and time of context parallelism, and compare each figure with its goal
-(`make bench`).
+"""Measure the balance, traffic and time of context parallelism, and compare each figure with its
+goal (`make bench`).
 
     python tools/bench_cp.py [--quick] [--json FILE] [--only layouts time states experts]
 """
@@ -21,9 +21,9 @@ PARTS = {"layouts": layout_part, "time": time_part, "states": states_part, "expe
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark. Return the exit status."""
+    """Run the benchmark, and return the exit status."""
     arguments = benchmark_parser(
-        "Compare figures of context parallelism with their goals.", [*PARTS]
+        "Measure context parallelism, and compare each figure with its goal.", [*PARTS]
     ).parse_args(argv)
     return run_parts(
         {name: functools.partial(part, arguments.quick) for name, part in PARTS.items()}, arguments

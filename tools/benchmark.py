@@ -1,13 +1,13 @@
-"""Measure speed, memory and traffic of training steps on this machine's CPU (`make bench`).
+"""Measure the speed, memory and traffic of training steps on this machine's CPU (`make bench`).
 
     python tools/benchmark.py [--quick] [--json FILE]
     python tools/benchmark.py --peers --peers-python ENVIRONMENT/bin/python
 
-The layouts of a group take turns, one step each, and the table shows medians. Ratios compare with
-one process on one thread and on two threads. Each rank has one thread.
+The parallel layouts of a group take turns, one step each, and the table shows medians. Ratios are
+relative to one process with one thread and with two threads. Each rank has one thread.
 
-`--peers` compares our trainer with others on the same model and tokens, in turns (tools/peers).
-Their packages are not dependencies: `--peers-python` names an interpreter that has them installed.
+`--peers` compares megacp with other trainers on the same model and tokens, in turns (tools/peers).
+Their packages are not dependencies: set `--peers-python` to an interpreter that has them installed.
 """
 
 from __future__ import annotations
@@ -31,15 +31,13 @@ from megacp.huggingface.convert.export import Request, convert
 
 
 def to_hugging_face(checkpoint: Path, folder: Path) -> None:
-    """Convert a checkpoint of ours to a Hugging Face folder. The converter's messages go to
-    standard error.
-    """
+    """Convert a megacp checkpoint to a Hugging Face folder, with messages on standard error."""
     with contextlib.redirect_stdout(sys.stderr):
         convert(Request("megacp", "hf", checkpoint, folder), single_axis("world"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark. Return the exit status."""
+    """Run the benchmark, and return the exit status."""
     about = "Measure training steps and preprocessing on this machine's CPU."
     parser = benchmark_parser(
         about,
@@ -50,30 +48,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--rounds",
         type=int,
         metavar="N",
-        help="measured steps per layout (default 3, peers 5, quick 1)",
+        help="number of measured steps per layout (default: 3; 5 with --peers; 1 with --quick)",
     )
     parser.add_argument(
         "--peers",
         action="store_const",
         const=["peers"],
         dest="only",
-        help="the same as --only peers",
+        help="compare with other trainers; the same as --only peers",
     )
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of steps"
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="dtype of the model (default: float32)",
     )
     parser.add_argument(
         "--peers-python",
         metavar="PATH",
         default=sys.executable,
-        help="interpreter with the peers installed (default: this one)",
+        help="Python interpreter that has the other trainers installed (default: this one)",
     )
     parser.add_argument(
         "--grids",
         nargs="+",
         choices=GRIDS,
         default=list(GRIDS),
-        help="grids of --peers (default: all)",
+        help="grids to compare with --peers (default: all)",
     )
     arguments = parser.parse_args(argv)
     sizes = {**(QUICK_SIZES if arguments.quick else SIZES), "dtype": arguments.dtype}

@@ -1,13 +1,13 @@
 """Check a machine's GPU in under ten minutes and write a report:
 `python tools/check_gpu.py --output DIR`.
 
-First, a run of 14 steps is saved and resumed. Then results are compared: training with float64 on
-the CPU, Transformer Engine with native layers, and several ranks that share the GPU with one.
-Finally the speed and utilisation of a 1B model are measured. `report.json` and `report.md` contain
-all figures with the versions of the software. `--dry-run` prints the list of checks and needs no
-GPU. The exit status is 1 if a comparison fails.
+First, a run of 14 steps is saved and resumed. Then three comparisons follow: training on the GPU
+with training on the CPU in float64, Transformer Engine with native layers, and several ranks that
+share the GPU with a single rank. Finally, the speed and utilisation of a 1B model are measured.
+`report.json` and `report.md` contain all figures and the software versions. `--dry-run` lists the
+checks and needs no GPU. The exit status is 1 if a comparison fails.
 
-`--fake --world-size N --config FILE ...` needs no GPU either. With any flags of a run, it trains
+`--fake --world-size N --config FILE ...` needs no GPU either. It accepts all flags of a run, trains
 one step of `--rank` and its neighbours on a simulated device, and prints their memory
 (`megacp/verify/fake_step.py`).
 """
@@ -24,7 +24,7 @@ from megacp.verify import fake_cuda
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line. Return the exit status."""
+    """Run the command line, and return the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if "--fake" in arguments:
         arguments.remove("--fake")
@@ -47,18 +47,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--output", type=Path, default=Path("gpu_report"), help="folder of the report (gpu_report)"
+        "--output",
+        type=Path,
+        default=Path("gpu_report"),
+        help="folder for the report (default: gpu_report)",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an existing report")
     parser.add_argument(
-        "--minutes", type=float, default=7.0, help="do not start a part after this time (7)"
+        "--minutes",
+        type=float,
+        default=7.0,
+        help="start no part after this number of minutes (default: 7)",
     )
-    parser.add_argument("--dry-run", action="store_true", help="print what would run; needs no GPU")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="list the checks without running them; needs no GPU"
+    )
     parser.add_argument(
         "--device",
         default="cuda",
         choices=("cuda", "cpu"),
-        help="cpu runs small sizes, to test this script (cuda)",
+        help="device to check; cpu runs small sizes, to test this script (default: cuda)",
     )
     options = parser.parse_args(arguments)
     if options.dry_run:
@@ -67,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     missing = (
         None
         if torch.cuda.is_available()
-        else "torch sees no CUDA device; --dry-run shows what would run"
+        else "torch finds no CUDA device; use --dry-run to list the checks"
     )
     if options.device == "cuda" and (problem := missing or compiler_problem()):
         warn(f"error: {problem}")

@@ -16,29 +16,29 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # bench/ is not
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Draw the pictures. Return 2 with one message on bad input."""
+    """Draw the pictures; return 0, or 2 after an error message."""
     parser = argparse.ArgumentParser(description="Draw the pictures of README.md and docs/.")
     parser.add_argument(
         "--output",
         type=Path,
         default=Path("docs/pictures"),
         metavar="DIR",
-        help="folder of the pictures (docs/pictures)",
+        help="folder for the pictures (default: docs/pictures)",
     )
     parser.add_argument(
-        "--only", nargs="+", metavar="NAME", help="names of pictures (default: all)"
+        "--only", nargs="+", metavar="NAME", help="names of the pictures to draw (default: all)"
     )
     parser.add_argument(
         "--demo",
         type=Path,
         metavar="DIR",
-        help="folder of a finished `make demo`; the picture `demo` needs it",
+        help="folder of a finished `make demo`, which the picture `demo` requires",
     )
     args = parser.parse_args(argv)
     try:
         from bench.pictures import draw_all
     except ImportError as error:
-        warn(f"error: a picture needs {error.name}: pip install 'megacp[demo]'")
+        warn(f"error: the pictures require {error.name}: pip install -e '.[demo]'")
         return 2
     try:
         for path in draw_all(args.output, args.only, args.demo):

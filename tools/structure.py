@@ -1,5 +1,5 @@
-"""Print the size of each package, the imports of each entrance, and the files that name or compare
-a choice.
+"""Print the size of each package, the imports of each entry point, and the files that contain or
+compare the values of an option.
 
     python tools/structure.py
 """
@@ -19,7 +19,7 @@ ENTRANCES = (
     "megacp.prepare.command",
     "megacp.plan.command",
 )
-"""Modules and packages whose imports are followed, directly and indirectly."""
+"""Entry points: modules and packages whose imports are followed, directly and indirectly."""
 VALUES = (
     "p2p",
     "all_gather",
@@ -30,23 +30,23 @@ VALUES = (
     "optim_grads_params",
     "zero_bubble",
 )
-"""Values of flags for which the naming files are counted."""
+"""Flag values for which the files that contain them are counted."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A choice of the configuration. Its row should know everything that depends on it, so other
-    code need not compare its words.
+    """An option with several values. Everything that depends on the value should be in the row of
+    its table, so that other code need not compare values.
     """
 
     flag: str
-    """The field of the configuration."""
+    """The config field."""
     words: tuple[str, ...]
     """Its values except `auto`."""
     shared: tuple[str, ...] = ()
-    """Words that other choices use too. They count only next to a name of this choice."""
+    """Values that other options have, too. They count only next to a name of this option."""
     names: tuple[str, ...] = ()
-    """Names of variables and fields that hold the word, besides the flag."""
+    """Names of other variables and fields that contain the value."""
     rows: tuple[str, ...] = ()
     """Constants that are compared by identity."""
 
@@ -80,13 +80,13 @@ CHOICES = {
         rows=("ATTENTION", "GATED_DELTA", "MAMBA2", "DENSE", "MOE", "SHARED"),
     ),
 }
-"""Choices whose words should be compared in one file; `tests/test_architecture.py` asserts it."""
+"""Options whose values should be compared in one file; `tests/test_architecture.py` checks this."""
 CONFIGURATION = "megacp.engine.config."
-"""Prefix of the modules that list the words of flags. These modules may compare them."""
+"""Prefix of the modules that define the values of flags and may compare them."""
 
 
 def sources() -> dict[str, Path]:
-    """Return the files of the package by module name."""
+    """Return the files of the megacp package by module name."""
     found = {}
     for path in sorted((ROOT / "megacp").rglob("*.py")):
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
@@ -95,7 +95,7 @@ def sources() -> dict[str, Path]:
 
 
 def imported(path: Path) -> Iterator[str]:
-    """Yield the dotted names that a file imports, also inside functions."""
+    """Yield the dotted names that a file imports, including imports inside functions."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -107,7 +107,7 @@ def imported(path: Path) -> Iterator[str]:
 
 
 def closure(starts: set[str], files: dict[str, Path]) -> set[str]:
-    """Return the modules that some modules import, directly or indirectly, themselves included."""
+    """Return the modules in `starts` and all modules that they import, directly or indirectly."""
     found = set(starts)
     waiting = list(starts)
     while waiting:
@@ -165,8 +165,9 @@ def print_choices(files: dict[str, Path]) -> None:
 
 
 def compared_parts(node: ast.AST) -> list[ast.expr]:
-    """Return the expressions that a node compares, with each element of a literal; empty if there
-    is no comparison.
+    """Return the expressions that a node compares, including the elements of literals.
+
+    The list is empty if the node is not a comparison.
     """
     compared: list[ast.expr] = []
     if isinstance(node, ast.Compare):
@@ -187,11 +188,11 @@ def compared_parts(node: ast.AST) -> list[ast.expr]:
 
 
 def compares(tree: ast.Module, choice: Choice) -> bool:
-    """Whether a file compares words or rows of a choice, or has a table of its words."""
+    """Return whether a file compares values or rows of an option, or has a table of its values."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Dict):
             keys = {key.value for key in node.keys if isinstance(key, ast.Constant)}
-            # a table has two rows or more; a single key is the name of something else
+            # A table has at least two rows; a single key names something else.
             if len(keys & set(choice.words)) > 1:
                 return True
         parts = compared_parts(node)
@@ -201,7 +202,7 @@ def compares(tree: ast.Module, choice: Choice) -> bool:
         rows = {part.id for part in parts if isinstance(part, ast.Name)} & set(choice.rows)
         if rows or words - set(choice.shared):
             return True
-        # A shared word counts only next to the flag or a variable of this choice.
+        # A shared value counts only next to the flag or a variable of this option.
         named = set[object]()
         for part in parts:
             for inner in ast.walk(part):
@@ -222,13 +223,13 @@ def trees(files: dict[str, Path]) -> dict[str, ast.Module]:
 
 
 def comparing(choice: Choice, modules: dict[str, ast.Module]) -> list[str]:
-    """Return the modules outside of the configuration that compare words or rows of a choice."""
+    """Return the modules outside the configuration that compare values or rows of an option."""
     outside = {name: tree for name, tree in modules.items() if not name.startswith(CONFIGURATION)}
     return [name for name, tree in outside.items() if compares(tree, choice)]
 
 
 def print_comparisons(files: dict[str, Path]) -> None:
-    print(f"\n{'choice':<22}compared in, besides {CONFIGURATION}*")
+    print(f"\n{'choice':<22}compared in, except {CONFIGURATION}*")
     modules = trees(files)
     for name, choice in CHOICES.items():
         print(f"{name:<22}{', '.join(comparing(choice, modules)) or '-'}")

@@ -1,8 +1,8 @@
-"""Count unnatural phrases in prose, and measure how dense the code is.
+"""Count unnatural phrases in prose, and measure the density of the code.
 
 python tools/style.py [FILE_OR_FOLDER ...] [--show]     (default: the whole repository)
 
-Prose is documents, docstrings and comments. `tools/phrases.txt` lists the phrases.
+Prose means documents, docstrings and comments. `tools/phrases.txt` lists the phrases.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ LAYOUT_TOKENS = {
 
 @functools.cache
 def read_phrases() -> list[tuple[re.Pattern[str], str]]:
-    """Return the unnatural phrases, each with the words to write instead."""
+    """Return the unnatural phrases, each with its replacement."""
     phrases = []
     for line in (ROOT / "tools" / "phrases.txt").read_text(encoding="utf-8").splitlines():
         if line.startswith("#"):
@@ -56,14 +56,14 @@ class Style:
 
     words: int = 0
     phrases: list[str] = field(default_factory=list)
-    """A line for each unnatural phrase: its place and its replacement."""
+    """A line per unnatural phrase, with its place and its replacement."""
     code_lines: int = 0
     comments: int = 0
     tokens: int = 0
     nodes: list[int] = field(default_factory=list)
-    """Nodes of the syntax tree in each simple statement."""
+    """Number of syntax-tree nodes in each simple statement."""
     idioms: list[tuple[str, str]] = field(default_factory=list)
-    """Name and place of each dense idiom."""
+    """The name and place of each dense idiom."""
 
     @property
     def phrases_per_1000(self) -> float:
@@ -82,7 +82,7 @@ class Style:
 
     @property
     def large_statement(self) -> int:
-        """Nodes of a statement that is larger than 90 % of all statements."""
+        """The 90th percentile of nodes per statement."""
         if not self.nodes:
             return 0
         return sorted(self.nodes)[int(0.9 * len(self.nodes))]
@@ -93,7 +93,7 @@ class Style:
 
 
 def string_statements(tree: ast.AST) -> Iterator[tuple[range, str]]:
-    """Yield lines and text of docstrings, and of strings below fields that document them."""
+    """Yield the lines and text of docstrings, including the strings that document fields."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Expr) or not isinstance(node.value, ast.Constant):
             continue
@@ -156,7 +156,7 @@ def count_code(style: Style, place: str, source: str) -> None:
 
 
 def measure(paths: Iterable[Path]) -> Style:
-    """Count over files, and over the Python and Markdown files of folders."""
+    """Return the counts for files, and for the Python and Markdown files in folders."""
     style = Style()
     for path in paths:
         files = [path] if path.is_file() else sorted(path.rglob("*"))
@@ -174,9 +174,14 @@ def measure(paths: Iterable[Path]) -> Style:
 
 
 def main() -> None:
-    """Print the counts, with --show the places too."""
+    """Print the counts and, with --show, the places."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("paths", nargs="*", type=Path, help="files and folders (the repository)")
+    parser.add_argument(
+        "paths",
+        nargs="*",
+        type=Path,
+        help="files and folders to measure (default: the whole repository)",
+    )
     parser.add_argument("--show", action="store_true", help="print the place of each finding")
     args = parser.parse_args()
     everything = [ROOT / name for name in (*PROSE_OF_CODE, *DOCUMENTS)]

@@ -25,42 +25,56 @@ def _parser() -> argparse.ArgumentParser:
         required=True,
         metavar="F",
         type=path_text,
-        help=f"records ({', '.join(RECORD_SUFFIXES)}), or plain text",
+        help=f"files with records ({', '.join(RECORD_SUFFIXES)}) or plain text",
     )
-    parser.add_argument("--output", required=True, type=Path, metavar="FILE", help="tokenizer.json")
-    parser.add_argument("--vocab-size", type=int, required=True, metavar="N", help="at least 257")
     parser.add_argument(
-        "--text-key", default="text", metavar="KEY", help="key of plain text in a record (text)"
+        "--output",
+        required=True,
+        type=Path,
+        metavar="FILE",
+        help="file to write, such as tokenizer.json",
+    )
+    parser.add_argument(
+        "--vocab-size", type=int, required=True, metavar="N", help="number of tokens, at least 257"
+    )
+    parser.add_argument(
+        "--text-key",
+        default="text",
+        metavar="KEY",
+        help="key of the text in a record (default: text)",
     )
     parser.add_argument(
         "--symbols",
         nargs="+",
         default=[],
         metavar="TEXT",
-        help="texts that become one token each, such as '<|user|>'",
+        help="texts that become a single token each, such as '<|user|>'",
     )
     parser.add_argument(
         "--max-mib",
         type=float,
         default=256,
         metavar="N",
-        help="stop after this many MiB of text (256)",
+        help="read at most this many MiB of text (default: 256)",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace FILE")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing --output")
     return parser
 
 
 def _train(args: argparse.Namespace) -> int:
-    """Train, and return the size of the vocabulary. Raise ValueError with the flag on bad input."""
+    """Train a tokenizer, and return its vocabulary size.
+
+    Raise ValueError with the flag if the input is invalid.
+    """
     if args.output.suffix != ".json":
-        raise ValueError(f"--output is '{args.output}', it must end in .json")
+        raise ValueError(f"--output {args.output} must end in .json")
     require_free("--output", args.output, args.overwrite)
     stream = texts(args.input, args.text_key, int(args.max_mib * (1 << 20)))
     return train_bpe(stream, args.output, args.vocab_size, args.symbols, args.overwrite)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train a tokenizer. Return the exit code, 2 on an error."""
+    """Train a tokenizer; return 0, or 2 after an error message."""
     args = _parser().parse_args(argv)
     try:
         size = _train(args)

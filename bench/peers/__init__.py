@@ -1,3 +1,1 @@
-"""Comparison with other trainers: their processes, the table of their abilities, and the
-measurement.
-"""
+"""Comparison with other trainers: their processes, a table of supported grids, and measurements."""

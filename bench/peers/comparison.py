@@ -1,6 +1,7 @@
-"""Compare our steps with other trainers on the same weights and tokens: speed, losses and memory.
+"""Compares our training steps with other trainers on the same weights and tokens: speed, losses and
+memory.
 
-On each grid, all trainers are alive at once and take turns, one step each. A slow minute of the
+On each grid, all trainers run side by side and take turns, one step each. A slow phase of the
 machine therefore affects all of them.
 """
 
@@ -51,12 +52,12 @@ print(json.dumps({name: version(name) for name in sys.argv[1:]}))
 
 Steps = Sequence[StepMeasure] | Sequence[PeerStep]
 ToHuggingFace = Callable[[Path, Path], None]
-"""Function that converts a checkpoint of ours (first) to a new Hugging Face folder (second)."""
+"""A function that converts a megacp checkpoint (first) to a new Hugging Face folder (second)."""
 
 
 @dataclass(frozen=True)
 class Opponents:
-    """Peers, the interpreter with their packages, and the folder with their scripts."""
+    """The peers, an interpreter that has their packages, and the folder of their scripts."""
 
     python: str
     scripts: Path
@@ -64,7 +65,7 @@ class Opponents:
 
 
 def versions(python: str, names: Sequence[str]) -> dict[str, str | None]:
-    """Return the versions of packages in an interpreter, None for a missing package."""
+    """Return the versions of packages in an interpreter; None for missing packages."""
     done = subprocess.run(
         [python, "-c", _PROBE, *names], capture_output=True, text=True, check=True, timeout=120
     )
@@ -73,7 +74,7 @@ def versions(python: str, names: Sequence[str]) -> dict[str, str | None]:
 
 
 def save_rank(rank: int, world_size: int, config: RunConfig, folder: Path) -> None:
-    """Write the initial weights of a run as a checkpoint of ours, on one process."""
+    """Write the initial weights of a run as a megacp checkpoint, in one process."""
     model = ParallelModel(config, build_grid(GridShape(), rank))
     boxes = boxes_to_save(model.parameters.parameter_slices(), {}, model.parameters.counts)
     world = model.grid.world
@@ -83,10 +84,10 @@ def save_rank(rank: int, world_size: int, config: RunConfig, folder: Path) -> No
 
 
 def write_tokens(config: RunConfig, rules: MockRules, steps: int, path: Path) -> None:
-    """Write the tokens and labels [steps, sequences, length] of mock packs, as used by
-    `Subject.measure`.
+    """Write tokens and labels [steps, sequences, length] of the mock packs that `Subject.measure`
+    uses.
     """
-    # Packs are numbered through the steps, so each step has new tokens.
+    # Packs are numbered across steps, so each step has new tokens.
     count = config.training.global_batch_size
     packs = [[mock_batch([step * count + i], rules) for i in range(count)] for step in range(steps)]
     tokens = np.array([[pack.tokens for pack in step] for step in packs])
@@ -109,12 +110,12 @@ class Turn:
 
     @property
     def loss(self) -> float:
-        """Loss of the step, from the first rank that knows it."""
+        """Loss of the step, from the first rank that has it."""
         return next((rank.loss for rank in self.steps if rank.loss is not None), float("nan"))
 
 
 class Column:
-    """All trainers of one grid, alive at once."""
+    """All trainers on one grid, which run side by side."""
 
     def __init__(
         self, name: str, quick: bool, rounds: int, opponents: Opponents, to_hf: ToHuggingFace
@@ -128,7 +129,7 @@ class Column:
         self.failures: dict[str, str] = {}
 
     def run(self, installed: Sequence[str]) -> dict[str, list[Turn]]:
-        """Return the turns of every trainer, including the first one."""
+        """Return the turns of every trainer, including the warm-up."""
         turns: dict[str, list[Turn]] = {}
         with ExitStack() as stack, tempfile.TemporaryDirectory(prefix="megacp_peers_") as name:
             folder = Path(name)
@@ -175,7 +176,7 @@ class Column:
         return {name: ranks.step for name, ranks in started.items()}
 
     def _work(self, folder: Path) -> dict[str, Any]:
-        """Write the weights and tokens for all peers. Return their description."""
+        """Write the weights and tokens for all peers; return the input for their scripts."""
         with RankPool(1) as pool:
             pool.run(
                 save_rank, with_values(self.config, {TP: 1, PP: 1, CP: 1}), folder / "checkpoint"
@@ -204,7 +205,7 @@ class Column:
 def figures(turns: Sequence[Turn]) -> dict[str, Any]:
     """Return the figures of one trainer on one grid.
 
-    The first turn is a warm-up; only its loss is used.
+    The first turn is a warm-up, of which only the loss is used.
     """
     timed = turns[1:]
     return {
@@ -217,8 +218,9 @@ def figures(turns: Sequence[Turn]) -> dict[str, Any]:
 
 
 def over_best(found: Mapping[str, Mapping[str, Any]]) -> tuple[float, str] | None:
-    """Return our tokens per second over the best peer's, and its name. Return None without a
-    peer.
+    """Return the ratio of our tokens per second to the best peer's, and the peer's name.
+
+    Return None if there is no peer.
     """
     speeds = {name: row["tokens_per_second"] for name, row in found.items() if name != OURS}
     if not speeds:
@@ -228,7 +230,7 @@ def over_best(found: Mapping[str, Mapping[str, Any]]) -> tuple[float, str] | Non
 
 
 def other_losses(found: Mapping[str, Mapping[str, Any]], digits: int) -> list[str]:
-    """Return a message for each peer whose printed first or last loss differs from ours."""
+    """Return a message for each peer whose first or last loss, as printed, differs from ours."""
     words = []
     for place, number in (("first", 0), ("last", -1)):
         printed = {name: f"{row['losses'][number]:.{digits}f}" for name, row in found.items()}
@@ -244,11 +246,11 @@ SHOWN: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "peak of the fullest rank": lambda row: human_bytes(max(row["peak_memory"])),
     "processor seconds, all ranks": lambda row: f"{row['cpu_seconds']:.2f}",
 }
-"""Blocks of the table, with a function that formats a trainer's figure on a grid."""
+"""Blocks of the table -> function that formats a trainer's figure on a grid."""
 
 
 def speed_table(found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
-    """Return a table with a column per grid and a row per trainer in each block.
+    """Return a table with a column per grid and, in each block, a row per trainer.
 
     `found` maps grids to trainers to `figures`.
     """
@@ -282,7 +284,7 @@ def peers_part(
     to_hf: ToHuggingFace,
     grids: Sequence[str] = tuple(GRIDS),
 ) -> Part:
-    """Measure every grid in order, with all trainers on it in turns."""
+    """Measure all grids in order; on each grid, all trainers take turns."""
     names = sorted({name for peer in opponents.peers.values() for name in peer.needs} | {"torch"})
     there = versions(opponents.python, names)
     missing = {
@@ -299,7 +301,7 @@ def peers_part(
     for name in grids:
         column = Column(name, quick, rounds, opponents, to_hf)
         found[name] = {trainer: figures(turns) for trainer, turns in column.run(installed).items()}
-        # Print each grid at once, so its figures survive if the run is interrupted.
+        # Print each grid immediately, so that its figures survive an interruption.
         print(f"{name}\n{speed_table({name: found[name]})}", file=sys.stderr, flush=True)
         lines += [
             f"{name}: {trainer} failed, {reason}" for trainer, reason in column.failures.items()

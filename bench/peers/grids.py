@@ -1,7 +1,7 @@
-"""The table of comparisons: grids with their sizes, and the peers that can train on each of them.
+"""The table of comparisons: grids with their sizes, and the trainers (peers) that support them.
 
-A peer's cell has the options of its script on a grid. A grid without a cell is not supported by the
-peer.
+A peer's cell contains the options of its script for a grid. If a grid has no cell, the peer does
+not support it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SAME: dict[str, Value] = {
     "weight_decay": 0.0,
     "lr_decay_style": "constant",
 }
-"""Flags in addition to the sizes of the benchmark that every peer supports."""
+"""Flags in addition to the benchmark's sizes; every peer supports them."""
 STATES: dict[str, Value] = {
     "linear_attention_freq": "4",
     "linear_num_key_heads": 1,
@@ -32,12 +32,12 @@ STATES: dict[str, Value] = {
     "norm_epsilon": 1e-6,
     "hf_model_type": "qwen3_5_text",
 }
-"""Three gated delta rules per layer of attention, heads of width 128."""
+"""Three layers with gated delta rules per attention layer, with heads of width 128."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """One column of the table: a grid, and the settings of all trainers on it."""
+    """One column of the table: a grid, and the settings for all trainers on it."""
 
     ranks: int
     values: Mapping[str, Value]
@@ -46,7 +46,7 @@ class Grid:
     """Required ratio of our tokens per second to the best peer's."""
 
     def axes(self) -> dict[str, int]:
-        """Return the sizes of the axes by the names that scripts use."""
+        """Return the sizes of the axes, with the names that the scripts use."""
         sizes = {
             short: int(str(self.values.get(flag, 1)))
             for short, flag in (("tp", TP), ("pp", PP), ("cp", CP))
@@ -70,17 +70,17 @@ GRIDS: dict[str, Grid] = {
 
 
 def sizes(quick: bool) -> dict[str, Value]:
-    """Return the sizes of the model and the step, without a grid's additions."""
+    """Return the sizes of the model and the step, without the additions of a grid."""
     return {**(QUICK_SIZES if quick else SIZES), **SAME}
 
 
 @dataclass(frozen=True)
 class Peer:
-    """Another trainer: its script in tools/peers, its required modules, and its cells."""
+    """Another trainer: its script in tools/peers, the modules that it requires, and its cells."""
 
     script: str
     needs: tuple[str, ...]
-    """Modules that its interpreter must have, and distributions whose versions are shown."""
+    """Modules that its interpreter must have; their versions are shown."""
     cells: Mapping[str, Mapping[str, Any]]
     """Options of the script by grid."""
 

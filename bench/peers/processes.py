@@ -1,9 +1,9 @@
-"""Run the ranks of another trainer as processes in its interpreter, with one training step per
-line.
+"""Runs the ranks of another trainer as processes in its interpreter, with one input line per
+training step.
 
-If a rank dies, raises or hangs, the peer ends with one `PeerFailure` that contains its output. No
-process outlives the peer. `env` sets the environment of a rank, so our code neither reads nor
-writes one.
+If a rank dies, raises an error or hangs, the peer ends with one `PeerFailure` that contains the
+rank's output. No process outlives the peer. The command `env` sets the environment of a rank, so
+our code neither reads nor changes its own environment.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _ONE_THREAD = (
     "TOKENIZERS_PARALLELISM=false",
 )
 _SHOWN = 12
-"""Number of last lines of the error stream in a failure."""
+"""Number of lines from the end of the error stream that a failure contains."""
 
 
 class PeerFailure(RuntimeError):
-    """A rank of a peer died, raised or hung. The message names the rank and has its output."""
+    """Raised if a peer's rank dies, fails or hangs; contains the rank and its output."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class PeerStep(Seconds):
     """One training step of a peer on one rank, measured between two barriers."""
 
     tokens: int
-    """Tokens of the whole step."""
+    """Number of tokens in the whole step."""
     loss: float | None
-    """Loss of the step; None on a rank that does not know it, such as the first stage of a
+    """Loss of the step; None on a rank that does not have it, such as the first stage of a
     pipeline.
     """
     memory: int
@@ -48,15 +48,15 @@ class PeerStep(Seconds):
 
 
 class PeerRanks:
-    """The processes of one script in one gloo group. `step` trains a step on all of them."""
+    """The processes of one script in one gloo group; `step` trains one step on all of them."""
 
     def __init__(
         self, command: Sequence[str], ranks: int, work: Mapping[str, Any], folder: Path
     ) -> None:
         """Start the processes.
 
-        `command` is the interpreter and script, `work` the script's input, and `folder` a new
-        folder for its files.
+        `command` is the interpreter and the script, `work` is the script's input, and `folder` is a
+        new folder for its files.
         """
         folder.mkdir(parents=True)
         described = folder / "work.json"
@@ -87,8 +87,9 @@ class PeerRanks:
         self._answers(timeout)
 
     def step(self, number: int, timeout: float = 600.0) -> list[PeerStep]:
-        """Train step `number`, counted from 0. Return results in rank order. Raise PeerFailure if a
-        rank fails.
+        """Train step `number`, counted from 0, and return the results in rank order.
+
+        Raise PeerFailure if a rank fails.
         """
         for rank, process in enumerate(self._processes):
             assert process.stdin is not None
@@ -128,7 +129,7 @@ class PeerRanks:
         return PeerFailure("\n".join([f"rank {rank}: {what}", *printed]))
 
     def close(self) -> None:
-        """End all processes. May be called twice."""
+        """Kill all processes. A second call is harmless."""
         for process in self._processes:
             process.kill()
         for process in self._processes:

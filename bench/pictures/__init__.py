@@ -1,4 +1,4 @@
-"""The pictures of README.md and docs/ by name, and the call that draws them."""
+"""The pictures of README.md and docs/ by name, and the function that draws them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "mask": draw_masks,
     "pipeline": draw_pipeline,
 }
-"""Pictures drawn from the code only; the picture `demo` also needs the results of `make demo`."""
+"""Pictures that need only the code; `demo` also needs the results of `make demo`."""
 
 
 def draw_all(
@@ -34,9 +34,13 @@ def draw_all(
     style.use_style()
     for name in only or drawn:
         if name == "demo" and demo is None:
-            raise ValueError("the picture demo needs --demo DIR, the folder that `make demo` made")
+            raise ValueError(
+                "the picture demo requires --demo DIR, the output folder of `make demo`"
+            )
         if name not in drawn:
-            raise ValueError(f"--only {name}: the pictures are {', '.join(PICTURES)}, demo")
+            raise ValueError(
+                f"--only {name} is unknown; the pictures are {', '.join(PICTURES)}, demo"
+            )
         path = output / f"{name}.png"
         style.save(drawn[name](), path)
         yield path

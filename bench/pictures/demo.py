@@ -1,4 +1,4 @@
-"""Results of `make demo`: loss, exact answers by question, and held-out scans with answers."""
+"""Draws the results of `make demo`: loss, exact answers per question, and scans with answers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Answer:
 
     @property
     def right(self) -> bool:
-        """Whether the answer is exact to the last character."""
+        """Whether the answer is exactly the expected text."""
         return self.answer == self.expected
 
     @property
@@ -51,7 +51,7 @@ class Answer:
 def read_answers(demo: Path) -> list[Answer]:
     """Return the answers of a finished demo."""
     answers = []
-    # Split bytes, not text: a text may contain further line ends.
+    # Split bytes, not text: str.splitlines would also split at other characters.
     for line in (demo / "answers.jsonl").read_bytes().splitlines():
         fields = json.loads(line)
         asked = _QUESTION.search(fields["prompt"])
@@ -62,9 +62,9 @@ def read_answers(demo: Path) -> list[Answer]:
 
 
 def shown(answers: Sequence[Answer]) -> list[Answer]:
-    """Choose the answers to draw: about one scan and about several in turn.
+    """Choose the answers to draw, alternating between questions about one scan and about several.
 
-    The questions alternate too.
+    The kinds of questions alternate, too.
     """
     by_images: dict[tuple[str, ...], list[Answer]] = {}
     for answer in answers:
@@ -113,7 +113,7 @@ def _draw_shares(axes: Axes, answers: Sequence[Answer], steps: int) -> None:
 
 
 def _draw_answer(axes: Axes, answer: Answer, folder: Path) -> None:
-    """Draw the scans of one question next to each other, and the answer below."""
+    """Draw a question's scans side by side, with the answer below."""
     scans = []
     for name in answer.images:
         with Image.open(folder / name) as image:

@@ -1,6 +1,4 @@
-"""The row that the pictures show: a short text, an image with three branches, a video and a long
-text.
-"""
+"""The row in the pictures: a short text, an image with three branches, a video and a long text."""
 
 from __future__ import annotations
 
@@ -25,22 +23,22 @@ _PIECES = (  # tokens, document, branch, span
     (72, 3, 0, 0),
 )
 NAMES = ("text", "image, 3 branches", "video", "long text")
-"""Of the documents."""
+"""Names of the documents."""
 
 
 @dataclass(frozen=True)
 class DealtRow:
-    """The example under one layout: a plan for each of the ranks."""
+    """The example row under one layout, with a plan for each rank."""
 
     metadata: Metadata
     plans: tuple[AttentionPlan, ...]
 
     def areas(self) -> list[int]:
-        """Allowed (query, key) pairs of each rank."""
+        """Return the number of allowed (query, key) pairs of each rank."""
         return [sum(plan.table(source).area for source in range(plan.cp)) for plan in self.plans]
 
     def received(self) -> list[int]:
-        """Tokens whose keys and values each rank needs of others."""
+        """Return for each rank the number of tokens whose keys and values come from other ranks."""
         return [
             sum(
                 int(plan.table(source).needed_keys.sum())
@@ -52,13 +50,13 @@ class DealtRow:
 
 
 def example_metadata() -> Metadata:
-    """What the mask knows of all tokens of the row."""
+    """Return the mask metadata of the example row."""
     columns = np.repeat(np.array(_PIECES), [piece[0] for piece in _PIECES], axis=0)  # [T, 4]
     return Metadata.of_documents(columns[:, 1], columns[:, 2], columns[:, 3])
 
 
 def dealt(layout: str, cp: int = CP) -> DealtRow:
-    """The example row dealt to `cp` ranks."""
+    """Return the example row, distributed to `cp` ranks."""
     metadata = example_metadata()
     indices = LAYOUTS[layout].deal(metadata, cp)
     return DealtRow(metadata, tuple(AttentionPlan(indices, metadata, rank) for rank in range(cp)))

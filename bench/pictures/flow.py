@@ -1,4 +1,4 @@
-"""From a record to the loss in five panels, all drawn from the same row."""
+"""Draws the path from a record to the loss in five panels, all for the same row."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ PACK_LINES = 6
 
 
 def token_colors(row: DealtRow) -> np.ndarray:
-    """Return the colour of each token [T, 3]: that of its document, paler for image tokens."""
+    """Return the colour of each token [T, 3]: its document's, paler for image tokens."""
     colors = []
     for document, span in zip(row.metadata.document, row.metadata.span, strict=True):
         white = 0.55 if span else 0.0
@@ -60,7 +60,7 @@ def draw_lines(axes: Axes, colors: np.ndarray) -> None:
 
 
 def draw_ranks(axes: Axes, row: DealtRow) -> None:
-    """Draw the tokens of each rank, with the number of keys that it receives."""
+    """Draw each rank's tokens, with the number of keys that the rank receives."""
     colors = token_colors(row)
     draw_lines(axes, np.stack([colors[plan.local] for plan in row.plans]))
     labels = [f"rank {rank}\n+{keys} keys" for rank, keys in enumerate(row.received())]

@@ -1,4 +1,4 @@
-"""One mask and its tiles, coloured by the rank that computes them, under two layouts."""
+"""Draws one mask under two layouts, with its tiles coloured by the rank that computes them."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def _runs(tokens: np.ndarray) -> Iterator[tuple[int, int]]:
 
 
 def tile_shapes(plan: AttentionPlan) -> Iterator[tuple[np.ndarray, bool]]:
-    """Yield the tiles of one rank where they are in the row.
+    """Yield one rank's tiles at their positions in the row.
 
-    Each is its corners [n, 2] as (key, query), three of a causal tile and four of a full one, and
-    whether its keys come from another rank.
+    For each tile, yield its corners [n, 2] as (key, query), three for a causal tile and four for a
+    full one, and whether its keys come from another rank.
     """
     for source in range(plan.cp):
         keys = plan.indices[source]
@@ -47,7 +47,7 @@ def tile_shapes(plan: AttentionPlan) -> Iterator[tuple[np.ndarray, bool]]:
 
 
 def draw_mask(axes: Axes, row: DealtRow, edge: float = 0.8) -> None:
-    """Draw the tiles of all ranks over the row, queries downwards and keys to the right."""
+    """Draw the tiles of all ranks, with queries downwards and keys to the right."""
     for plan, color in zip(row.plans, style.RANK_COLORS, strict=True):
         for corners, travels in tile_shapes(plan):
             face = color if travels else style.lighter(color, LOCAL_WHITE)
@@ -62,7 +62,7 @@ def draw_mask(axes: Axes, row: DealtRow, edge: float = 0.8) -> None:
 
 
 def _label_mask(axes: Axes, row: DealtRow) -> None:
-    """Name the documents along the keys, and show the rank of each query at the left."""
+    """Label the documents along the keys, and show the rank of each query on the left."""
     starts, stops = document_bounds(row.metadata)
     axes.set_xticks((starts + stops) / 2, NAMES)
     axes.tick_params(length=0)
@@ -88,7 +88,7 @@ def _draw_bars(axes: Axes, values: list[int], title: str, longest: int) -> None:
 
 
 def draw_masks() -> Figure:
-    """Draw the example row, contiguous next to balanced, with the work and traffic of each rank."""
+    """Draw the example row under both layouts, with the work and traffic of each rank."""
     figure = plt.figure(figsize=(12.4, 9), layout="constrained")
     places = figure.subplot_mosaic(
         [["mask 0", "mask 0", "mask 1", "mask 1"], ["pairs 0", "keys 0", "pairs 1", "keys 1"]],

@@ -1,4 +1,4 @@
-"""Pipeline schedules as charts of time, from the action lists that the runtime executes."""
+"""Draws pipeline schedules as time charts, from the action lists that the runtime executes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CHARTS = (  # title, schedule, chunks per stage
     ("zero bubble, weight gradients are deferred: {idle:.1%} idle", "zero_bubble", 1),
 )
 STAGE_TIMES = {Kind.FORWARD: 1.0, Kind.BACKWARD: 1.0, Kind.WEIGHTS: 1.0}
-"""Time that a whole stage takes for one microbatch."""
+"""Time that a whole stage needs for one microbatch."""
 COLORS: dict[tuple[Kind, int], Any] = {
     (Kind.FORWARD, 0): style.SKY,
     (Kind.FORWARD, 1): style.BLUE,
@@ -33,13 +33,13 @@ LABELS = ("forward", "forward, chunk 1", "backward", "backward, chunk 1", "weigh
 
 
 def _spans(schedule: str, chunks: int) -> list[list[Span]]:
-    """Return when each stage executes its actions, for stages that take equally long."""
+    """Return the time of each stage's actions, for stages with equal times."""
     actions = [SCHEDULES[schedule](stage, STAGES, MICROBATCHES, chunks) for stage in range(STAGES)]
     return timeline(actions, chunks, [STAGE_TIMES] * STAGES)
 
 
 def _draw_chart(axes: Axes, spans: list[list[Span]], title: str) -> None:
-    """Draw a row per stage: a grey bar up to the end of the step, and the actions over it."""
+    """Draw a row per stage: a grey bar up to the end of the step, covered by the actions."""
     end = max(stage[-1].stop for stage in spans)
     for stage, row in enumerate(spans):
         axes.barh(stage, end, color=style.PALE)

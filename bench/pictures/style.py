@@ -1,6 +1,6 @@
-"""The look of all pictures, and a PNG whose bytes depend on the figure only.
+"""The style of all pictures, and PNG files whose bytes depend only on the figure.
 
-The palette is by Okabe and Ito: its colours stay distinct under every common colour blindness.
+The palette by Okabe and Ito stays distinct under every common form of colour blindness.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SETTINGS = {
 
 
 def use_style() -> None:
-    """Draw into memory with the settings of all pictures."""
+    """Apply the settings of all pictures, and draw into memory."""
     matplotlib.use("Agg")
     matplotlib.rcParams.update(cast(Any, SETTINGS))
 
@@ -70,7 +70,7 @@ def hide_frame(axes: Axes, *kept: str) -> None:
 
 
 def texts(figure: Figure) -> list[str]:
-    """Return the visible texts of a figure, without tick labels that matplotlib chooses."""
+    """Return the visible texts of a figure, without matplotlib's own tick labels."""
     found = figure.findobj(Text)
     return [text.get_text() for text in found if text.get_text() and text.get_visible()]
 

@@ -1,8 +1,8 @@
 """One training step of any model on any grid.
 
-A `RunConfig` describes a run, `check` lists the reasons why it cannot start, and a `ParallelModel`
-contains this rank's part of the model and runs training steps. The package imports only
-megacp.attention, megacp.distributed and megacp.storage.
+A `RunConfig` describes a run, `check` returns the reasons why it cannot start, and a
+`ParallelModel` contains this rank's part of the model and runs training steps. Of megacp, this
+package imports only megacp.attention, megacp.distributed and megacp.storage.
 """
 
 from megacp.public import exports

@@ -1,8 +1,8 @@
-"""Checks of a configuration, made before any process group exists and reported all at once.
+"""Configuration checks, which run before any process group exists and report all problems at once.
 
-First every field is checked against its range. Only if all fields pass, the functions in `SECTIONS`
-compare fields with each other. A check belongs here if the run would otherwise compute something
-wrong without an error, or fail only after hours.
+First, every field is checked against its range. If all fields pass, the functions in `SECTIONS`
+compare fields with each other. A check belongs here if the run would otherwise silently compute
+wrong results, or fail only after hours.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from megacp.storage.place import place_of
 from megacp.storage.url import Url, is_url
 
 MAX_DENSE_ROW_TOKENS = 8192
-"""Largest row of the dense kernel, which stores heads x T x T scores: 256 MiB per float32 head."""
+"""Maximum row length T for the dense kernel, which stores T x T scores (256 MiB) per float32 head.
+"""
 
 
 def check(config: RunConfig, world_size: int, *, trains: bool = True) -> list[str]:
     """Return all reasons why this configuration cannot run on `world_size` ranks; empty if it can.
 
-    With `trains=False` only the model is checked, for example when a folder is converted.
+    `trains=False` skips checks that only matter for training, for example during conversion.
     """
     values = flatten(config)
     reasons = []
@@ -40,8 +41,8 @@ def check(config: RunConfig, world_size: int, *, trains: bool = True) -> list[st
         if problem:
             reasons.append(f"{flag(name)}: {problem}")
     if world_size < 1:
-        reasons.append(f"the world size is {world_size}, it must be at least 1")
-    # the sections compute with the fields, so they need fields within their ranges
+        reasons.append(f"the world size is {world_size}, but it must be at least 1")
+    # the sections compute with the fields, so all fields must be within their ranges
     if reasons:
         return reasons
     sections = (*SECTIONS, *OF_TRAINING) if trains else SECTIONS
@@ -51,7 +52,7 @@ def check(config: RunConfig, world_size: int, *, trains: bool = True) -> list[st
 
 
 def require(config: RunConfig, world_size: int, also: Sequence[str] = ()) -> None:
-    """Raise one ValueError that lists all reasons of `check` and the caller's reasons in `also`."""
+    """Raise ValueError if `check` or the caller (`also`) has reasons; the message lists all."""
     reasons = [*check(config, world_size), *also]
     if not reasons:
         return
@@ -62,8 +63,8 @@ def require(config: RunConfig, world_size: int, also: Sequence[str] = ()) -> Non
     raise ValueError("\n".join([f"{head}:", *lines]))
 
 
-# The tables below are used by `_multiples`. tp splits each of these sizes evenly, and grouped-query
-# attention gives each key/value head the same number of query heads.
+# Tables for `_multiples`. tp must split each of these sizes evenly, and in grouped-query attention
+# each key/value head has the same number of query heads.
 _TP = "tensor_model_parallel_size"
 _DECODER_MULTIPLES = (
     ("num_attention_heads", _TP),
@@ -72,7 +73,7 @@ _DECODER_MULTIPLES = (
     ("ffn_hidden_size", _TP),
     ("moe_shared_expert_intermediate_size", _TP),
 )
-# Layers with a recurrent state. Their sizes matter only if --linear-attention-freq is set.
+# Layers with a recurrent state, which exist only if --linear-attention-freq is set
 _STATE_MULTIPLES = (
     ("linear_num_key_heads", _TP),
     ("linear_num_value_heads", "linear_num_key_heads"),
@@ -85,15 +86,15 @@ _TOWER_MULTIPLES = (
     ("vision_num_attention_heads", _TP),
     ("vision_hidden_size", "vision_num_attention_heads"),
 )
-"""Pairs of fields: the first must be a multiple of the second. A pair with a None is skipped. The
-default then follows from another field, whose pair is checked.
+"""Pairs of fields: the first must be a multiple of the second. A pair with a None is skipped,
+because the default then follows from another field, whose pair is checked.
 """
 
 
 def _slices(parallel: ParallelConfig) -> int:
-    """Return the number of equal slices of a row per rank.
+    """Return the number of equal slices of a row that each cp rank gets.
 
-    If the layout is chosen later, return the maximum over all layouts.
+    For `--cp-layout auto`, return the maximum over all layouts.
     """
     if parallel.context_parallel_size == 1:
         return 1
@@ -103,7 +104,7 @@ def _slices(parallel: ParallelConfig) -> int:
 
 
 def _multiples(config: RunConfig, world: int) -> Iterator[str]:
-    """Yield values that are not a multiple of their divisor, with the nearest multiples."""
+    """Yield a reason for each value that is not a multiple of its divisor, with valid values."""
     values = flatten(config)
     model = config.model
     parallel = config.parallel
@@ -116,7 +117,7 @@ def _multiples(config: RunConfig, world: int) -> Iterator[str]:
 
     # rows of (text of the number, number, text of the divisor, divisor)
     rows = [(f"a world of {world} ranks", world, f"tp {tp} x pp {pp} x cp {cp} = {ranks}", ranks)]
-    if world % ranks == 0:  # otherwise dp is rounded down, and a second message would mislead
+    if world % ranks == 0:  # otherwise dp is rounded down, and this message would be misleading
         packs = training.micro_batch_size * dp
         divisor_text = (
             f"--micro-batch-size {training.micro_batch_size} x dp {dp} = {packs} "
@@ -125,7 +126,7 @@ def _multiples(config: RunConfig, world: int) -> Iterator[str]:
         batch = training.global_batch_size
         rows.append((f"--global-batch-size {batch}", batch, divisor_text, packs))
 
-    # each rank has whole slices of a row, and sequence parallelism divides every slice over tp
+    # each rank gets whole slices of a row, and sequence parallelism splits every slice over tp
     slices = _slices(parallel)
     sharded = tp if parallel.sequence_parallel else 1
     parts = slices * cp * sharded
@@ -137,10 +138,10 @@ def _multiples(config: RunConfig, world: int) -> Iterator[str]:
 
     if model.kv_channels is None:
         heads = model.num_attention_heads
-        divisor_text = f"--num-attention-heads {heads} (or give --kv-channels)"
+        divisor_text = f"--num-attention-heads {heads} (or set --kv-channels)"
         rows.append((f"--hidden-size {model.hidden_size}", model.hidden_size, divisor_text, heads))
 
-    # pairs of flags, as far as this model uses them
+    # pairs of flags that this model uses
     rules = [*_DECODER_MULTIPLES]
     if model.linear_attention_freq is not None:
         rules += _STATE_MULTIPLES
@@ -165,7 +166,7 @@ def _multiples(config: RunConfig, world: int) -> Iterator[str]:
 
 
 def _grid(config: RunConfig, world: int) -> Iterator[str]:
-    """Yield conflicts of the grid with the layers, the schedule and the sharding strategy."""
+    """Yield conflicts between the grid and the layers, pipeline schedule or sharding strategy."""
     p = config.parallel
     training = config.training
     layers = config.model.num_layers
@@ -174,19 +175,19 @@ def _grid(config: RunConfig, world: int) -> Iterator[str]:
     # --world-size lets a dry run check a grid that is larger than this machine
     if config.world_size not in (None, world) and not config.dry_run:
         yield (
-            f"--world-size {config.world_size} needs --dry-run; the launcher of this run started "
-            f"{world} ranks"
+            f"--world-size {config.world_size} needs --dry-run: without it, the world consists of "
+            f"the {world} ranks that the launcher started"
         )
     chunks = f"--num-virtual-stages-per-pipeline-rank {virtual}"
     if layers < pp * virtual:
         yield (
-            f"--num-layers {layers} is below --pipeline-model-parallel-size {pp} x {chunks}: "
-            "each stage needs at least one layer"
+            f"--num-layers {layers} is below --pipeline-model-parallel-size {pp} x {chunks}, but "
+            "each chunk needs at least one layer: lower one of these two sizes"
         )
     if virtual > 1 and pp == 1:
         yield f"{chunks} needs --pipeline-model-parallel-size above 1"
 
-    # Both of these add weight gradients directly to the gradient buffer of the whole parameter.
+    # Both options add weight gradients directly to the gradient buffer of the whole parameter.
     strategy = p.data_parallel_sharding_strategy
     deferring = f"--pipeline-schedule {p.pipeline_schedule}"
     accumulating = []
@@ -197,8 +198,8 @@ def _grid(config: RunConfig, world: int) -> Iterator[str]:
     for name in accumulating:
         if p.sharding.gradients:
             yield (
-                f"{name} adds to full gradients, but --data-parallel-sharding-strategy {strategy} "
-                "shards them"
+                f"{name} needs unsharded gradients, but --data-parallel-sharding-strategy "
+                f"{strategy} shards them: use optim"
             )
         if config.model.lora_rank > 0:
             yield (
@@ -209,9 +210,9 @@ def _grid(config: RunConfig, world: int) -> Iterator[str]:
     if p.defers_weight_gradients and training.mlp_chunk_tokens > 0:
         yield (
             f"--mlp-chunk-tokens {training.mlp_chunk_tokens} has no effect with {deferring}, which "
-            "keeps those activations"
+            "keeps the MLP's activations: use only one of the two"
         )
-    # each instance has the same number of ranks
+    # all instances have the same number of ranks
     instances = p.num_distributed_optimizer_instances
     dp = config.data_parallel_size(world)
     if dp % instances > 0:
@@ -225,38 +226,38 @@ def _grid(config: RunConfig, world: int) -> Iterator[str]:
 def _model(config: RunConfig, world: int) -> Iterator[str]:
     """Yield conflicts within the decoder: head width, vocabulary and layer patterns."""
     m = config.model
-    # `_multiples` reports a hidden size that the heads do not divide
+    # `_multiples` reports a hidden size that is not divisible by the number of heads
     divides = m.kv_channels is not None or m.hidden_size % m.num_attention_heads == 0
     if divides and m.head_dim % 2 > 0:
         yield (
-            f"the head width is {m.head_dim}, but the rotary embedding needs an even width: change "
-            "--kv-channels"
+            f"the head width is {m.head_dim}, but the rotary embedding needs an even width: set "
+            "--kv-channels to an even number"
         )
     if m.vocab_size == 0 and config.data.data_path is None and not config.dry_run:
         yield (
-            "--vocab-size 0 takes the vocabulary from the dataset, but --data-path is not set: set "
-            "one of them"
+            "--vocab-size 0 uses the dataset's vocabulary, but --data-path is not set: set "
+            "one of the two"
         )
-    # A tied head would have rows for tokens that the model never predicts.
+    # a tied head would have rows for tokens that the model never predicts
     if m.additional_vocab_size > 0 and not m.untie_embeddings_and_output_weights:
         yield (
             f"--additional-vocab-size {m.additional_vocab_size} needs "
             "--untie-embeddings-and-output-weights"
         )
-    # `layers_of` parses the patterns, and raises ValueError for an invalid one
+    # `layers_of` parses the patterns and raises ValueError if one is invalid
     try:
         routed = [layer for layer in layers_of(m) if layer.is_routed]
         if m.num_experts > 0 and not routed:
             yield (
-                f"--moe-layer-freq {m.moe_layer_freq} gives experts to none of the "
-                f"{m.num_layers} layers"
+                f"--moe-layer-freq {m.moe_layer_freq} gives none of the {m.num_layers} layers "
+                "experts: set at least one entry to 1"
             )
-        # Unlike the other patterns, a list must have an entry for each layer, as in Megatron.
+        # Unlike in other patterns, a list must have an entry for each layer, as in Megatron.
         listed = m.moe_layer_freq.count(",") + 1
         if m.num_experts > 0 and listed != m.num_layers and not m.moe_layer_freq.isdigit():
             yield (
-                f"--moe-layer-freq {m.moe_layer_freq} lists {listed} layers, but --num-layers is "
-                f"{m.num_layers}"
+                f"--moe-layer-freq {m.moe_layer_freq} has {listed} entries, but --num-layers is "
+                f"{m.num_layers}: use one entry per layer"
             )
     except ValueError as error:
         yield str(error)
@@ -265,7 +266,7 @@ def _model(config: RunConfig, world: int) -> Iterator[str]:
 
 
 def _experts(config: RunConfig, world: int) -> Iterator[str]:
-    """Yield conflicts of the experts with the router, the grid and the training."""
+    """Yield conflicts between the experts and the router, the grid or training flags."""
     m = config.model
     p = config.parallel
     t = config.training
@@ -277,7 +278,7 @@ def _experts(config: RunConfig, world: int) -> Iterator[str]:
     if m.moe_shared_expert_gate and m.moe_shared_expert_intermediate_size is None:
         yield "--moe-shared-expert-gate needs --moe-shared-expert-intermediate-size"
 
-    # flags of the training that act on a router
+    # training flags that act on a router
     terms = (
         ("--moe-aux-loss-coeff", t.moe_aux_loss_coeff),
         ("--moe-z-loss-coeff", t.moe_z_loss_coeff),
@@ -288,7 +289,7 @@ def _experts(config: RunConfig, world: int) -> Iterator[str]:
     if corrects:
         balancing.append(correction)
 
-    # Without experts, report every flag that was changed and would be ignored.
+    # without experts, report every changed flag that would be ignored
     if m.num_experts == 0:
         usual = ModelConfig()
         unused = []
@@ -304,13 +305,13 @@ def _experts(config: RunConfig, world: int) -> Iterator[str]:
     in_all = m.num_layers * m.num_experts
     if in_all > MAX_EXPERTS_IN_ALL:
         yield (
-            f"{count} x --num-layers {m.num_layers} = {in_all:,} experts, but at most "
+            f"{count} x --num-layers {m.num_layers} = {in_all:,} experts in total, but at most "
             f"{MAX_EXPERTS_IN_ALL:,} are supported"
         )
-    # LoRA and --freeze text leave the router untrained, so nothing balances its choices
+    # LoRA and --freeze text leave the router untrained, so these flags cannot change its choices
     if "text" in config.frozen_parts:
         for given in balancing:
-            yield f"{given} has no effect, because the router is frozen"
+            yield f"{given} has no effect because the router is frozen: remove this flag"
 
     # choice of experts
     groups = m.moe_router_num_groups
@@ -327,36 +328,36 @@ def _experts(config: RunConfig, world: int) -> Iterator[str]:
     if best > groups:
         yield (
             f"--moe-router-group-topk {best} is above {groups_text}: a token cannot use more "
-            "groups than exist"
+            "groups than there are"
         )
     elif groups > 1 and m.moe_router_topk * groups > best * m.num_experts:
         yield (
-            f"--moe-router-group-topk {best} of {groups_text} contains fewer experts than "
-            f"--moe-router-topk {m.moe_router_topk} of {count}"
+            f"--moe-router-group-topk {best} of {groups_text} leaves fewer experts to choose from "
+            f"than --moe-router-topk {m.moe_router_topk} of {count}"
         )
     if m.moe_router_topk > m.num_experts:
-        yield f"--moe-router-topk {m.moe_router_topk} is above {count}"
+        yield f"--moe-router-topk {m.moe_router_topk} is above {count}: use at most all experts"
 
-    # grid: ep divides the ranks of a stage, and each group of ep ranks has every expert once
+    # grid: ep divides the ranks of a stage, and each group of ep ranks has one copy of every expert
     ranks = tp * p.context_parallel_size * dp
     stage = f"tp {tp} x cp {p.context_parallel_size} x dp {dp}"
     largest = math.gcd(m.num_experts, ranks)
     if largest % ep > 0:
         yield (
-            f"{size} does not divide both {count} and the {ranks} ranks of a stage ({stage}): the "
-            f"largest possible size is {largest}"
+            f"{size} must divide both {count} and the {ranks} ranks of a stage ({stage}): use a "
+            f"divisor of {largest}"
         )
-    # optimizer state of experts is sharded over the ranks with a copy of the same expert
+    # experts' optimizer state is sharded across the ranks that have a copy of the same expert
     instances = p.num_distributed_optimizer_instances
     copies = ranks // ep
     if instances > 1 and copies % instances > 0:
         yield (
-            f"--num-distributed-optimizer-instances {instances} does not divide the {copies} "
-            "ranks that have a copy of each expert"
+            f"--num-distributed-optimizer-instances {instances} must divide {copies}, the number "
+            "of ranks that have a copy of each expert"
         )
     if tp > 1 and not p.sequence_parallel:
         yield (
-            f"{count} with tp {tp} needs --sequence-parallel: without it, all tp ranks would route "
+            f"{count} with tp {tp} needs --sequence-parallel; otherwise all tp ranks would route "
             "the same tokens"
         )
     if t.fp8 != "off":
@@ -364,23 +365,23 @@ def _experts(config: RunConfig, world: int) -> Iterator[str]:
 
 
 def _routers(config: RunConfig, world: int) -> Iterator[str]:
-    """Refuse a trained router that the loss cannot reach, as Megatron does.
+    """Refuse a trained router that gets no gradient from the loss, as Megatron does.
 
-    The softmax over a single chosen expert is 1 for any score, and so is the share of a single
-    sigmoid. The balancing losses would still train such a router, but only towards even loads and
-    not towards better experts.
+    If a token chooses a single expert, the softmax over it is 1 for any score, and so is the
+    normalised sigmoid. Balancing losses would still train such a router, but only towards even
+    loads, not towards better experts.
     """
     m = config.model
     if m.num_experts == 0 or "text" in config.frozen_parts:
         return
     no_gradient = "so the loss gives the router no gradient"
     freeze = "freeze the router (--lora-rank trains only LoRA adapters)"
-    # Weights that are normalised over one chosen expert are constant. With pre-softmax they are
-    # normalised over all experts, so they depend on the score.
+    # A weight normalised over one chosen expert is constant. With pre-softmax, weights are
+    # normalised over all experts, so they depend on the scores.
     if m.moe_router_topk == 1 and not m.moe_router_pre_softmax:
         function = {
             "softmax": "softmax over the chosen expert",
-            "sigmoid": "share of the chosen expert",
+            "sigmoid": "normalised sigmoid of the chosen expert",
         }
         weight = f"the {function[m.moe_router_score_function]} is always 1"
         # with --load-hf, this flag would change the function that the loaded weights compute
@@ -394,7 +395,7 @@ def _routers(config: RunConfig, world: int) -> Iterator[str]:
 
 
 def _schedule(config: RunConfig, world: int) -> Iterator[str]:
-    """Yield conflicts of the learning rate schedule, and of the profiled steps."""
+    """Yield conflicts within the learning rate schedule, and invalid profiled steps."""
     t = config.training
     warmup = t.warmup_updates
     wsd_decay = t.lr_wsd_decay_iters or 0
@@ -406,56 +407,63 @@ def _schedule(config: RunConfig, world: int) -> Iterator[str]:
         end_text = f"--lr-decay-iters {end}"
     # a decay from --lr to a larger --min-lr would be a rise
     if t.min_lr > t.lr:
-        yield f"--min-lr {t.min_lr:g} is above --lr {t.lr:g}"
+        yield f"--min-lr {t.min_lr:g} is above --lr {t.lr:g}: lower --min-lr or raise --lr"
     if t.lr_warmup_iters > 0 and t.lr_warmup_fraction is not None:
         yield (
             f"--lr-warmup-iters {t.lr_warmup_iters} and --lr-warmup-fraction "
             f"{t.lr_warmup_fraction:g} both set the warm-up: use one of them "
-            "(--lr-warmup-fraction None overrides the value of a file)"
+            "(--lr-warmup-fraction None overrides a value from a file)"
         )
     if warmup > end:
         yield (
             f"--lr-warmup-iters {warmup} is above {end_text}: lower it, or use --lr-warmup-fraction"
         )
-    # exactly the WSD style has a final decay
+    # only the WSD style has a final decay, and it requires one
     if (t.lr_decay_style == "WSD") != (wsd_decay > 0):
         yield (
-            f"--lr-wsd-decay-iters {wsd_decay} with --lr-decay-style {t.lr_decay_style}: WSD "
-            "needs this flag, and no other style uses it"
+            f"--lr-wsd-decay-iters {wsd_decay} with --lr-decay-style {t.lr_decay_style}: the "
+            "style WSD needs this flag above 0, and other styles do not use it"
         )
     elif warmup <= end < warmup + wsd_decay:
         yield (
-            f"--lr-wsd-decay-iters {wsd_decay} does not fit between a warm-up of {warmup} and "
+            f"--lr-wsd-decay-iters {wsd_decay} does not fit between the {warmup} warm-up steps and "
             f"{end_text}: use at most {end - warmup}"
         )
     if config.log.profile:
         try:
             first = profiled_steps(config.log.profile)[0]
             if first > t.train_iters:
-                yield f"--profile {config.log.profile} starts after --train-iters {t.train_iters}"
+                yield (
+                    f"--profile {config.log.profile} starts after --train-iters {t.train_iters}: "
+                    "use earlier steps"
+                )
         except ValueError as error:
             yield str(error)
 
 
 def profiled_steps(text: str) -> range:
-    """Return the steps of `--profile START:STOP`, both included. Raise ValueError if invalid."""
+    """Parse `--profile START:STOP` and return these steps, both included.
+
+    Raise ValueError if `text` has another form.
+    """
     start, colon, stop = text.partition(":")
     if not (colon and start.isdecimal() and stop.isdecimal() and 1 <= int(start) <= int(stop)):
         raise ValueError(
-            f"--profile {text}: expected START:STOP, two step numbers from 1 up, such as 10:12"
+            f"--profile {text}: expected START:STOP with two step numbers of at least 1, such as "
+            "10:12"
         )
     return range(int(start), int(stop) + 1)
 
 
 def packs_in_a_row(config: RunConfig, world: int) -> int:
-    """Return the number of data-parallel ranks whose packs are joined to one row."""
+    """Return the number of data-parallel ranks whose packs are joined into one row."""
     if config.parallel.dynamic_context_parallel:
         return max(1, config.data_parallel_size(world))
     return 1
 
 
 def _context(config: RunConfig, world: int) -> Iterator[str]:
-    """Yield conflicts between rows, attention kernel, transport and layout."""
+    """Yield conflicts between row length, attention kernel, transport and token layout."""
     p = config.parallel
     cp = p.context_parallel_size
     tp = p.tensor_model_parallel_size
@@ -463,16 +471,17 @@ def _context(config: RunConfig, world: int) -> Iterator[str]:
     joined = packs_in_a_row(config, world)
     tokens = config.data.seq_length * config.training.micro_batch_size * joined
     if config.training.attention_kernel == "dense":
-        # an automatic choice could fall on more than the dense kernel supports
+        # an automatic choice could need more than the dense kernel supports
         undecided = p.chooses_transport or p.chooses_layout
         if cp * joined > 1 or tokens > MAX_DENSE_ROW_TOKENS or undecided:
             yield (
-                "--attention-kernel dense is a reference for one cp rank and rows of at most "
-                f"{MAX_DENSE_ROW_TOKENS} tokens; this run has --context-parallel-size {cp}, rows "
-                f"of {tokens} tokens and --cp-comm-type {comm}"
+                "--attention-kernel dense is a reference that supports only one cp rank and rows "
+                f"of at most {MAX_DENSE_ROW_TOKENS} tokens, but this run has "
+                f"--context-parallel-size {cp}, rows of {tokens} tokens and --cp-comm-type {comm}: "
+                "use another kernel"
             )
     transport = transport_of(config)
-    # Documents spread over any number of ranks, so the layout must not need a fixed number.
+    # A document may use any number of ranks, so the layout must not need a fixed number.
     fits_replicas = (
         comm == transport.name and transport.spans_replicas and p.cp_layout == transport.best_layout
     )
@@ -483,31 +492,32 @@ def _context(config: RunConfig, world: int) -> Iterator[str]:
             if row.spans_replicas
         )
         yield (
-            f"--dynamic-context-parallel needs {allowed}, but this run has {p.cp_layout} and {comm}"
+            f"--dynamic-context-parallel needs {allowed}, but this run uses {p.cp_layout} and "
+            f"{comm}"
         )
     # a2a+p2p needs group sizes that cover all cp ranks, and other transports ignore them
     sizes = p.hierarchical_context_parallel_sizes
     name = "--hierarchical-context-parallel-sizes"
     if transport.needs_sizes and cp > 1 and (sizes is None or sizes[0] * sizes[1] != cp):
-        yield f"--cp-comm-type {comm} needs {name} A B with A x B = {cp}, got {sizes}"
+        yield f"--cp-comm-type {comm} needs {name} A B with A x B = {cp}, but got {sizes}"
     elif not transport.needs_sizes and sizes is not None:
         users = " or ".join(row.name for row in TRANSPORTS.values() if row.needs_sizes)
         yield (
-            f"{name} {sizes[0]} {sizes[1]} needs --cp-comm-type {users}, but this run has {comm}"
+            f"{name} {sizes[0]} {sizes[1]} needs --cp-comm-type {users}, but this run uses {comm}"
         )
-    # tp splits the heads first; the transport then distributes the heads of a tp rank over cp
+    # tp splits the heads first; the transport then distributes a tp rank's heads across cp ranks
     head_ranks = heads_group(config)
     heads = config.model.num_attention_heads // tp
     if heads % head_ranks > 0:
         yield (
-            f"--cp-comm-type {comm} distributes heads over {head_ranks} ranks, which does not "
-            f"divide the {heads} heads of a tp rank (--num-attention-heads / tp {tp}); use a2a+p2p "
+            f"--cp-comm-type {comm} cannot distribute heads evenly across {head_ranks} ranks, "
+            f"because a tp rank has {heads} heads (--num-attention-heads / tp {tp}): use a2a+p2p "
             f"with a first size that divides {heads}, or p2p or kv_exchange"
         )
 
 
 def _vision(config: RunConfig, world: int) -> Iterator[str]:
-    """Yield conflicts of the vision tower, if the model has one."""
+    """Yield conflicts between the vision tower and other flags, if the model has a tower."""
     v = config.vision
     layers = v.vision_num_layers
     if layers == 0:
@@ -515,12 +525,13 @@ def _vision(config: RunConfig, world: int) -> Iterator[str]:
     # freezing all three parts would leave nothing to train
     parts = {"vision", "connector", "text"}
     if not set(v.frozen) <= parts or set(v.frozen) == parts:
-        yield f"--freeze {v.freeze}: name one or two of vision, connector and text"
+        yield f"--freeze {v.freeze}: use only one or two of vision, connector and text"
     family = v.family
     if v.vision_head_dim % family.head_multiple:
         yield (
             f"the head width of the vision tower is {v.vision_head_dim}, but rotary angles by row "
-            f"and column need a multiple of {family.head_multiple}"
+            f"and column need a multiple of {family.head_multiple}: change --vision-hidden-size or "
+            "--vision-num-attention-heads"
         )
     # the mask of the data must match the attention that the model family was trained with
     seen = config.data.image_attention
@@ -534,24 +545,24 @@ def _vision(config: RunConfig, world: int) -> Iterator[str]:
     is_outside = min(first, second) < -layers or max(first, second) >= layers
     if family.has_feature_layers and (is_outside or max(v.feature_layers) < layers - 1):
         yield (
-            f"--vision-feature-layers {first} {second} must be two of --vision-num-layers "
-            f"{layers}, numbered from {-layers} to {layers - 1}, and one must be the last layer"
+            f"--vision-feature-layers {first} {second}: with --vision-num-layers {layers}, both "
+            f"must be between {-layers} and {layers - 1}, and one of them must be the last layer"
         )
     if family.token_rows and config.model.additional_vocab_size == 0:
         yield (
             f"--vision-num-layers {layers} needs embedding rows for image tokens: set "
-            f"--additional-vocab-size ({family.token_rows} for {v.vision_family})"
+            f"--additional-vocab-size {family.token_rows} for {v.vision_family}"
         )
 
 
 def _names_no_layer(word: str, model: ModelConfig) -> bool:
-    """Return whether a word of --lora-targets means only kinds that no layer has."""
+    """Return whether a word of --lora-targets only matches kinds that no layer has."""
     kinds, _ = parse_lora_targets(word, model.usual_pair)
     return bool(kinds) and kinds.keys().isdisjoint(lora_kinds(model))
 
 
 def _lora(config: RunConfig, world: int) -> Iterator[str]:
-    """Yield conflicts of the LoRA flags with the layers and the training."""
+    """Yield conflicts between LoRA flags and the layers or training flags."""
     m = config.model
     if m.lora_rank == 0:
         if m.lora_alpha is not None or m.lora_targets is not None or m.lora_dropout > 0:
@@ -565,18 +576,21 @@ def _lora(config: RunConfig, world: int) -> Iterator[str]:
         yield (
             f"--lora-targets {m.lora_targets}: use words ({', '.join(LINEARS)}), kinds "
             f"({', '.join(LORA_KINDS)}) or all; KIND:RANK:ALPHA sets the rank and alpha of a "
-            f"kind, attention.q+v shares one A{invalid}"
+            f"kind, and attention.q+v makes q and v share one A{invalid}"
         )
     lacking = [word for word in targets.replace(",", " ").split() if _names_no_layer(word, m)]
     if lacking and not faults:
-        yield f"--lora-targets {' '.join(lacking)}: no layer of this model has these linear layers"
-    # kinds that the layers of this model really have
+        yield (
+            f"--lora-targets {' '.join(lacking)}: this model has no such linear layers; remove "
+            "these words"
+        )
+    # kinds that layers of this model actually have
     kinds = lora_kinds(m)
     experts = [kind for kind in kinds if kind in EXPERT_KINDS]
     if m.lora_dropout > 0 and experts:
         yield (
-            f"--lora-dropout {m.lora_dropout} on {', '.join(experts)}: adapters of experts do not "
-            "support dropout, as in peft"
+            f"--lora-dropout {m.lora_dropout} on {', '.join(experts)}: as in peft, adapters of "
+            "experts do not support dropout; remove one of the two"
         )
     # The same kind may have different widths in different layers, so look at all of them.
     narrow = dict[str, str]()
@@ -584,32 +598,32 @@ def _lora(config: RunConfig, world: int) -> Iterator[str]:
         for kind, linear in layer.lora_linears(m).items():
             width = min(linear.inputs, linear.outputs)
             rank = m.lora_pairs[kind].rank
-            # the rates b and a of a gated delta rule have only one output per head
+            # exempt the rates b and a of a gated delta rule, which have one output per head
             if rank > width and kind.split(".")[1] in LINEARS:
                 narrow[kind] = f"{kind} (rank {rank}, width {width})"
     if narrow:
         yield (
-            f"--lora-rank {m.lora_rank} or --lora-targets sets a rank above the smaller width of "
-            f"{', '.join(narrow.values())}"
+            f"--lora-rank {m.lora_rank} or --lora-targets sets a rank above the smaller dimension "
+            f"of a linear layer: {', '.join(narrow.values())}; use a lower rank"
         )
-    # Dropout masks are computed from token numbers, so that they do not depend on the grid.
+    # dropout masks are computed from token identifiers so that they do not depend on the grid
     has_mlp = any(kind.endswith((".gate", ".up", ".down")) for kind in kinds)
     if m.lora_dropout > 0 and config.training.mlp_chunk_tokens > 0 and has_mlp:
         yield (
             f"--lora-dropout {m.lora_dropout} on the MLP cannot be combined with "
             f"--mlp-chunk-tokens {config.training.mlp_chunk_tokens}: a tile lacks the token "
-            "numbers that dropout is computed from"
+            "identifiers that dropout masks are computed from"
         )
     folder = config.checkpoint.vision_from_hf
     if folder is not None:
         yield (
-            f"--vision-from-hf {folder} with --lora-rank {m.lora_rank}: the new connector would "
-            "stay frozen at its random initial weights"
+            f"--vision-from-hf {folder} cannot be combined with --lora-rank {m.lora_rank}, which "
+            "would freeze the new connector at its random initial weights"
         )
 
 
 def _data(config: RunConfig, world: int) -> Iterator[str]:
-    """Yield flags that need a dataset, and invalid blends."""
+    """Yield flags that lack their dataset, and problems with blended datasets."""
     data = config.data
     interval = config.training.eval_interval
     if config.training.train_epochs is not None and data.data_path is None and not config.dry_run:
@@ -618,8 +632,8 @@ def _data(config: RunConfig, world: int) -> Iterator[str]:
         yield f"--eval-interval {interval} needs --valid-data-path"
     if data.valid_data_path and data.data_path is None:
         yield (
-            f"--valid-data-path {shown_path(data.valid_data_path)} needs --data-path, with packs "
-            "of the same tokenizer"
+            f"--valid-data-path {shown_path(data.valid_data_path)} needs --data-path, a dataset "
+            "with the same tokenizer"
         )
     yield from path_problems("--data-path", data.data_path)
     yield from path_problems("--valid-data-path", data.valid_data_path)
@@ -630,23 +644,23 @@ _NEED_SAVE = ("save_interval", "keep_last", "async_save", "auto_resume")
 
 
 def _checkpoints(config: RunConfig, world: int) -> Iterator[str]:
-    """Yield conflicting starts, and a --save directory that belongs to another run."""
+    """Yield conflicts between starting points, and a --save directory used by another run."""
     c = config.checkpoint
     values = flatten(config)
     if c.save is None:
         given = [flag(name) for name in _NEED_SAVE if values[name]]
         if given:
-            yield f"{', '.join(given)} needs --save, the directory for checkpoints"
+            yield f"{', '.join(given)} cannot be used without --save, the directory for checkpoints"
     if c.finetune and c.load is None and c.load_hf is None:
-        yield "--finetune needs --load, the checkpoint to take the weights from"
+        yield "--finetune needs --load, the checkpoint to load the weights from"
     if c.load is not None and c.load_hf is not None:
-        yield f"--load {c.load} and --load-hf {c.load_hf} are two different starts: use one of them"
+        yield f"--load {c.load} and --load-hf {c.load_hf} are both set: start from only one of them"
     if c.load is not None and not is_url(c.load) and (Path(c.load) / "config.json").is_file():
-        yield f"--load {c.load} is a Hugging Face folder, not a checkpoint: use --load-hf"
+        yield f"--load {c.load} is a Hugging Face folder and not a checkpoint: use --load-hf"
     for name in ("vision_from_hf", "load_adapter"):
         if values[name] is not None and c.load_hf is None:
             yield f"{flag(name)} {values[name]} needs --load-hf"
-    # --auto-resume resumes from --save, so checkpoints there are expected
+    # --auto-resume resumes from --save, so it may contain checkpoints
     if not c.save or config.dry_run or c.auto_resume:
         return
     steps = "step_*/manifest.json"
@@ -656,21 +670,21 @@ def _checkpoints(config: RunConfig, world: int) -> Iterator[str]:
         has_checkpoints = any(Path(c.save).glob(steps))
     if not has_checkpoints:
         return
-    # A resumed run may write next to the checkpoints that it resumes from. --load names their
+    # A resumed run may write next to the checkpoints that it resumes from. --load is their
     # directory, or one step in it.
     folder = place_of(c.save).resolve()
     loaded = place_of(c.load).resolve() if c.load else None
     if loaded is None or c.finetune or folder not in (loaded, loaded.parent):
         yield (
-            f"--save {c.save} already contains the checkpoints of a run: choose a new directory, "
+            f"--save {c.save} already contains checkpoints of another run: choose a new directory, "
             f"or resume with --load {c.save}"
         )
 
 
 def _files(config: RunConfig, world: int) -> Iterator[str]:
-    """Yield missing inputs and outputs that cannot be written.
+    """Yield inputs that do not exist, and outputs that cannot be written.
 
-    Skipped in a dry run, which may happen on another machine.
+    Dry runs skip these checks because they may run on another machine.
     """
     if config.dry_run:
         return
@@ -689,17 +703,17 @@ def _files(config: RunConfig, world: int) -> Iterator[str]:
     for name, path, inside in read:
         try:
             if name == "--load-hf" and is_url(path):
-                yield f"{name} {path}: is a URL, but must be a local directory"
+                yield f"{name} {path} is a URL, but must be a local directory"
                 continue
             place = place_of(path)
             if inside:
                 place = place / inside
             if not place.exists() and not Path(path).is_file():
                 problem = f"has no {inside}" if inside else "does not exist"
-                yield f"{name} {path}: {problem}"
+                yield f"{name} {path} {problem}"
         except ValueError as error:  # a URL that cannot be opened
             yield f"{name} {error}"
-    # outputs: a URL can only be tried, while a path is checked without creating anything
+    # Outputs: a URL must be opened to check it; a path is checked without creating anything.
     written = {"--save": c.save, "--tensorboard-dir": config.log.tensorboard_dir}
     if config.log.profile:
         written["--profile"] = str(config.profile_path)
@@ -715,11 +729,11 @@ def _files(config: RunConfig, world: int) -> Iterator[str]:
             parent = next(place for place in (whole, *whole.parents) if place.exists())
             if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
                 yield (
-                    f"{name} {output}: cannot be written, because {parent} is a file or is not "
+                    f"{name} {output} cannot be written because {parent} is a file or is not "
                     "writable"
                 )
     if config.log_path is not None and config.log_path.is_dir():
-        yield f"--log-file {config.log_path}: is a directory, but must be a file"
+        yield f"--log-file {config.log_path} is a directory, but must be a file"
 
 
 SECTIONS = (
@@ -735,6 +749,6 @@ SECTIONS = (
     _checkpoints,
     _files,
 )
-"""Functions `(config, world size) -> reasons`. All fields of the config are within their ranges."""
+"""Functions `(config, world size) -> reasons`, for configs whose fields are within their ranges."""
 OF_TRAINING = (_routers,)
-"""Further functions of this kind that only training needs; conversion skips them."""
+"""More functions of this kind, which only training needs; conversion skips them."""

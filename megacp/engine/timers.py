@@ -1,8 +1,7 @@
-"""Timers of a step and its phases, the breakdown of a step over ranks, and the remaining time.
+"""Timers for steps and their phases, a step's breakdown by rank, and the estimated remaining time.
 
-The caller provides the clock. On a GPU a mark is an event in the stream, and seconds are computed
-only when they are read, so measuring never waits for the device. A phase that is not timed costs
-one `if`.
+The caller provides the clock. On a GPU, a mark is an event in the stream, and seconds are computed
+only when they are read, so measuring never waits for the device. An untimed phase costs one `if`.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from typing import Any
 import torch
 
 Phase = Callable[[str], AbstractContextManager[Any]]
-"""Returns the context in which to run a named phase of a step."""
-# Shared by all phases that are not timed, so that such a phase allocates nothing.
+"""Function from a phase's name to the context in which the phase runs."""
+# shared by all untimed phases, which therefore allocate nothing
 _NOTHING = contextlib.nullcontext()
 
 
@@ -30,7 +29,7 @@ def unmeasured(name: str) -> AbstractContextManager[Any]:
 
 
 class WallClock:
-    """Monotonic clock of the host."""
+    """The host's monotonic clock."""
 
     def mark(self) -> float:
         """Return the current time."""
@@ -42,14 +41,14 @@ class WallClock:
 
 
 class EventClock:
-    """Clock of a GPU. Marks are events in the current stream, so recording one does not wait."""
+    """A GPU's clock. Marks are events in the current stream, so recording a mark does not wait."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def mark(self) -> Any:
         """Record and return an event."""
-        # on the current stream: work of other streams is not part of the phase
+        # only the current stream: work in other streams is not part of the phase
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
@@ -61,7 +60,7 @@ class EventClock:
 
 
 class Timers:
-    """Sums of measured seconds by name."""
+    """Sums of measured seconds, by name."""
 
     def __init__(self, clock: WallClock | EventClock | None = None) -> None:
         self._clock = clock or WallClock()
@@ -69,7 +68,7 @@ class Timers:
         """Whether to measure phases."""
         self.annotate: Phase | None = None
         """Annotates phases in a profiler trace; None if no trace is being recorded."""
-        # (begin, end) marks; a GPU may not have reached them yet
+        # (begin, end) marks, which a GPU may not have reached yet
         self._spans: dict[str, list[tuple[Any, Any]]] = {}
 
     @contextlib.contextmanager
@@ -84,34 +83,34 @@ class Timers:
                 self._spans.setdefault(name, []).append((begin, self._clock.mark()))
 
     def phase(self, name: str) -> AbstractContextManager[Any]:
-        """Return the context of a phase. It measures only in detailed steps and during a trace."""
+        """Return a context for a phase. It measures only in detailed steps and during a trace."""
         if self.detailed or self.annotate is not None:
             return self.measure(name)
         return _NOTHING
 
     def seconds(self, name: str) -> float:
-        """Return the seconds added to `name` since the last `take`; 0 if there were none."""
+        """Return the seconds added to `name` since the last `take`; 0 if there are none."""
         return sum(self._clock.seconds(begin, end) for begin, end in self._spans.get(name, []))
 
     def take(self) -> dict[str, float]:
-        """Return the seconds of all timers and reset them to zero."""
+        """Return the seconds by name, and reset them to zero."""
         taken = {name: self.seconds(name) for name in self._spans}
         self._spans = {}
         return taken
 
 
-# The names are printed, and are the names of the phases in a trace.
+# these names appear in logs and in traces
 COMPUTING = ("data", "plan", "shard", "forward", "backward", "optimizer")
 WAITING = ("agreement", "pipeline exchange", "gradient exchange", "norm", "parameter exchange")
-"""Phases in which a rank computes, and phases in which it mostly waits for other ranks."""
+"""Phases in which a rank mostly waits for other ranks; in `COMPUTING`, it computes."""
 
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Seconds of one step by phase and rank."""
+    """The seconds of one step by phase and rank."""
 
     seconds: dict[str, list[float]]
-    """Seconds of ranks 0, 1, ... by phase. Phases without time on any rank are omitted."""
+    """Seconds on ranks 0, 1, ... by phase. Phases that took no time on any rank are omitted."""
 
     @property
     def slowest(self) -> int:
@@ -123,7 +122,7 @@ class Breakdown:
         return max(ranks, key=lambda rank: sum(seconds[rank] for seconds in computing))
 
     def line(self, step: int) -> str:
-        """Return a log line with the mean and the longest milliseconds of each phase."""
+        """Return a log line with the mean and the longest time of each phase, in milliseconds."""
         parts = []
         for name, seconds in self.seconds.items():
             mean = sum(seconds) / len(seconds)
@@ -141,7 +140,7 @@ class Breakdown:
         )
 
     def figures(self) -> dict[str, float]:
-        """Return the slowest rank, and mean and maximum of each phase, for a log file."""
+        """Return the slowest rank, and each phase's mean and maximum seconds, for a log file."""
         found: dict[str, float] = {"slowest_rank": self.slowest}
         for name, seconds in self.seconds.items():
             # keys of a JSONL record have no spaces
@@ -152,10 +151,10 @@ class Breakdown:
 
 
 class Pace:
-    """Estimate of the remaining time: median of the last 64 step times x remaining steps.
+    """Estimates the remaining time: the median of the last 64 step times x the remaining steps.
 
-    It counts only steps of this process, so it is correct after a resume. The median is hardly
-    affected by a checkpoint between two steps.
+    Only steps of this process count, so the estimate is also correct in a resumed run. Checkpoints
+    between steps hardly affect the median.
     """
 
     def __init__(self) -> None:
@@ -163,7 +162,7 @@ class Pace:
         self._spans: deque[float] = deque(maxlen=64)
 
     def left(self, steps: int) -> float:
-        """Record the end of a step and return the estimated seconds of `steps` further steps."""
+        """Record the end of a step, and return the estimated seconds for `steps` more steps."""
         now = time.monotonic()
         self._spans.append(now - self._last)
         self._last = now

@@ -19,28 +19,14 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from megacp.engine.config.cli import OneLineParser, path_text
+from megacp.finetuning.request import FinetuneRequest
 from megacp.finetuning.steps import Failure
 from megacp.training.monitor.console import warn
 from megacp.training.start.interrupts import INTERRUPTED
 from megacp.training.start.status import REFUSED
-
-
-@dataclass(frozen=True)
-class Request:
-    """The command line of `megacp finetune`."""
-
-    model: str
-    data: tuple[str, ...]
-    output: Path
-    nproc: int | None = None
-    verify: bool = True
-    dry_run: bool = False
-    words: tuple[str, ...] = ()
-    """Flags of the three commands."""
 
 
 def finetune_parser() -> argparse.ArgumentParser:
@@ -67,9 +53,10 @@ def finetune_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def parsed(arguments: Sequence[str]) -> Request:
+def request_of(arguments: Sequence[str]) -> FinetuneRequest:
     """Return the request of a command line. Exit with one message if it is not valid."""
     parser = finetune_parser()
+    # argparse would take the value of an unknown flag for a file, so MODEL and DATA come first.
     before = 0
     while before < len(arguments) and not arguments[before].startswith("-"):
         before += 1
@@ -82,7 +69,7 @@ def parsed(arguments: Sequence[str]) -> Request:
     if own.nproc is not None and own.nproc < 1:
         parser.error(f"--nproc is {own.nproc}, but must be at least 1")
     model, *data = places
-    return Request(
+    return FinetuneRequest(
         model,
         tuple(data),
         Path(own.output),
@@ -95,12 +82,12 @@ def parsed(arguments: Sequence[str]) -> Request:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status: 2 if the request is refused."""
-    request = parsed(sys.argv[1:] if argv is None else argv)
+    request = request_of(sys.argv[1:] if argv is None else argv)
     # Importing torch takes seconds; the checks above do not need it.
-    from megacp.finetuning.run import finetune
+    from megacp.finetuning.run import run_finetuning
 
     try:
-        return finetune(request)
+        return run_finetuning(request)
     except Failure as failure:
         return failure.status  # the command has printed its error
     except (ValueError, OSError) as error:

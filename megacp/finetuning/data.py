@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megacp.finetuning.flags import flag_words
 from megacp.prepare.command import build_settings
 from megacp.prepare.packs.lengths import Lengths, measure
 from megacp.prepare.records.read import Extent, read_extent
@@ -67,6 +68,7 @@ def look_at(
     read and for bad records.
     """
     records = list(_first_records(paths))
+    # Flags of the user take precedence over these choices.
     chosen: dict[str, object] = {}
     flags = {word.partition("=")[0] for word in build_words}
     if "--columns" not in flags:
@@ -77,28 +79,21 @@ def look_at(
     if has_media and not has_tower:
         raise ValueError(
             f"{paths[0]} has records with images or videos, but the model in {folder} has no "
-            "vision tower: give a vision-language model, such as Qwen3.5 or Molmo2"
+            "vision tower: give a vision-language model (docs/conversion.md lists them)"
         )
-    # A build reads images if it is told where they are: relative paths start at the first file.
+    # --image-root makes a build read images. Relative paths start at the folder of the first file.
     if has_media and "--image-root" not in flags and not is_url(paths[0]):
         chosen["image_root"] = os.path.dirname(paths[0]) or "."
     words = [
         *("--input", *paths, "--output", "unused", "--seq-length", "1"),
         *("--tokenizer", str(folder)),
-        *_words_of(chosen),
+        *flag_words(chosen),
         *build_words,
     ]
     # The build itself prints these notes again.
     with contextlib.redirect_stderr(io.StringIO()):
         settings = build_settings(words)
     return Data(measure(settings), chosen)
-
-
-def _words_of(chosen: dict[str, object]) -> Iterator[str]:
-    """Yield chosen fields of the build as words."""
-    for name, value in chosen.items():
-        yield f"--{name.replace('_', '-')}"
-        yield str(value)
 
 
 def _first_records(paths: Sequence[str]) -> Iterator[Any]:
@@ -118,25 +113,23 @@ def _first_records(paths: Sequence[str]) -> Iterator[Any]:
 def _columns(records: Sequence[Any]) -> str:
     """Return a value for --columns if the records have columns with questions and answers."""
     for value in records:
+        # The first record that needs help decides, because the flag holds for all records.
         if not isinstance(value, dict) or _COMPLETE & set(value):
             continue
         if {"instruction", "output"} <= set(value):
             continue
         for question, answer in _QUESTIONS:
             if question in value and answer in value:
-                return ",".join(_renamed(question, answer))
+                # A question is read as an instruction, and its answer as the output.
+                pairs = {"instruction": question, "output": answer}
+                return ",".join(f"{own}={name}" for own, name in pairs.items() if own != name)
     return ""
-
-
-def _renamed(question: str, answer: str) -> list[str]:
-    """Return the pairs of names that read a question as an instruction and an answer as output."""
-    pairs = {"instruction": question, "output": answer}
-    return [f"{own}={name}" for own, name in pairs.items() if own != name]
 
 
 def _names_media(value: Any) -> bool:
     """Return whether a record refers to an image or a video."""
     if not isinstance(value, dict):
         return False
+    # Media may be named at any depth, for example in a content part of a message.
     text = json.dumps(value, default=str)
     return any(mark in text for mark in _MEDIA)

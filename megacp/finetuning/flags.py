@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from megacp.engine.config.other_programs import ACCEPTED, advice, nearest
 from megacp.engine.config.run import fields, flag
-from megacp.engine.config.yaml_file import nearest
 from megacp.huggingface.convert_command import convert_parser
 from megacp.prepare.command import preprocess_parser
 
@@ -31,7 +31,7 @@ EXPORT_DTYPE = "--export-dtype"
 
 
 @dataclass
-class Words:
+class WordsByCommand:
     """Command-line words for each of the three commands."""
 
     build: list[str] = field(default_factory=list)
@@ -46,6 +46,7 @@ def _names(parser: argparse.ArgumentParser) -> set[str]:
 
 def build_names() -> set[str]:
     """Return the flags of `preprocess_data.py build`."""
+    # argparse keeps the parsers of subcommands in a private action.
     for action in preprocess_parser()._actions:
         if isinstance(action, argparse._SubParsersAction):
             return _names(action.choices["build"])
@@ -58,8 +59,8 @@ def export_names() -> set[str]:
 
 
 def train_names() -> set[str]:
-    """Return the flags of a training run."""
-    found = {"--config"}
+    """Return the flags of a training run, and flags of other programs that it accepts."""
+    found = {"--config", *map(flag, ACCEPTED)}
     for name, info in fields().items():
         found.add(flag(name))
         if info.hint is bool:
@@ -67,7 +68,7 @@ def train_names() -> set[str]:
     return found
 
 
-def divided(words: Sequence[str]) -> Words:
+def divided(words: Sequence[str]) -> WordsByCommand:
     """Return the words for each command. A flag that two commands have goes to both.
 
     Raise ValueError for a word that belongs to no flag, for unknown flags with the nearest name of
@@ -76,8 +77,9 @@ def divided(words: Sequence[str]) -> Words:
     build, train, export = build_names(), train_names(), export_names()
     # The vision tower of the run comes with the model; the flag chooses the rules of the build.
     train -= {"--vision-family"}
-    found = Words()
+    found = WordsByCommand()
     reasons = []
+    # Collect all faults; one message lists them.
     for group in _groups(words):
         name = group[0].partition("=")[0]
         if name in _OWN_PLACES:
@@ -85,8 +87,9 @@ def divided(words: Sequence[str]) -> Words:
             continue
         if name not in build | train | export:
             known = build | train | export
-            reasons.append(f"unknown flag {name}{nearest(name[:100], known)}")
+            reasons.append(f"unknown flag {name}{advice(name) or nearest(name, known)}")
             continue
+        # --seq-length and --seed, for example, belong to the build and to training.
         if name in build:
             found.build += group
         if name in train:
@@ -113,7 +116,7 @@ def _groups(words: Sequence[str]) -> list[list[str]]:
     return groups
 
 
-def words_of(values: Mapping[str, object]) -> list[str]:
+def flag_words(values: Mapping[str, object]) -> list[str]:
     """Return the command-line words for values by field name, each flag before its value."""
     words: list[str] = []
     for name, value in values.items():

@@ -14,10 +14,10 @@ from megacp.dry_run.packs import sample_packs
 from megacp.engine.backends.select import backend_problems
 from megacp.engine.checks import check
 from megacp.engine.config.run import RunConfig, Value, with_values
-from megacp.finetuning.numbers import LORA
+from megacp.finetuning.numbers import ADAPTERS
 from megacp.plan.answer import Answer, flags
 from megacp.plan.hardware import Hardware, hardware_here
-from megacp.plan.search import fullest
+from megacp.plan.search import CP, PP, TP, fullest
 from megacp.storage.wording import counted
 from megacp.training.start import launch
 
@@ -25,11 +25,10 @@ from megacp.training.start import launch
 _MOST_CPU_RANKS = 8
 # Share of a machine's memory that a run on CPU ranks may fill: other programs need some, too.
 _CPU_MEMORY = 0.8
-CP, TP, PP = "context_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size"
 
 
 @dataclass(frozen=True)
-class Layout:
+class ChosenLayout:
     """The ranks of a run and the flags that divide the work among them."""
 
     ranks: int
@@ -41,26 +40,26 @@ class Layout:
     """The layout in words."""
 
 
-def device_type() -> str:
+def this_device_type() -> str:
     """Return the type of this machine's devices: `cuda` or `cpu`."""
     return launch.device_type(launch.World())
 
 
 def default_ranks() -> int:
     """Return the number of GPUs, or on a machine without GPUs a number of CPU ranks."""
-    if device_type() == "cuda":
+    if this_device_type() == "cuda":
         return torch.cuda.device_count()
     cores = len(os.sched_getaffinity(0))
     # A power of two can share every row.
     return 2 ** int(math.log2(min(cores, _MOST_CPU_RANKS)))
 
 
-def choose(
+def choose_layout(
     config: RunConfig,
     given: Collection[str],
     ranks: int | None,
     documents: list[int],
-) -> Layout:
+) -> ChosenLayout:
     """Return the layout for a run with this configuration.
 
     `ranks` is the number of ranks that the user wants, or None. `documents` are lengths of
@@ -70,31 +69,31 @@ def choose(
     # The packs do not exist yet, so the fields that belong to them cannot be checked.
     unknown: dict[str, Value] = {"train_epochs": None, "valid_data_path": None, "eval_interval": 0}
     config = with_values(config, unknown)
-    # With LoRA flags, or with frozen parts, the user has decided what is trained.
+    # LoRA flags and frozen parts are a decision of the user, which stays.
     ways: list[dict[str, Value]] = [{}]
     if (
         "lora_rank" not in given
         and "freeze" not in given
         and config.checkpoint.load_adapter is None
     ):
-        ways.append(LORA)
+        ways.append(ADAPTERS)
     reasons = []
     for way in ways:
         tried = with_values(config, way)
         fixed = frozenset(given) | frozenset(way)
-        if device_type() == "cuda":
+        if this_device_type() == "cuda":
             layout, reason = _on_gpus(tried, fixed, ranks or default_ranks(), documents)
         else:
             layout, reason = _on_cpus(tried, fixed, ranks)
         if layout is not None:
-            return Layout(layout.ranks, {**way, **layout.values}, layout.memory, layout.name)
+            return ChosenLayout(layout.ranks, {**way, **layout.values}, layout.memory, layout.name)
         reasons.append(reason)
     raise ValueError(reasons[-1])
 
 
 def _on_gpus(
     config: RunConfig, given: frozenset[str], ranks: int, documents: list[int]
-) -> tuple[Layout | None, str]:
+) -> tuple[ChosenLayout | None, str]:
     """Return the fastest layout that fits on GPUs, and the reason if none does."""
     name, gib = launch.device_at_hand(launch.World(size=ranks, local_size=1))
     hardware = hardware_here(name, gib, "infiniband")
@@ -103,6 +102,7 @@ def _on_gpus(
     def problems(one: RunConfig) -> list[str]:
         return backend_problems(one, "cuda")
 
+    # The dtype is part of the numbers of a run, so the planner must not change it.
     answer = Answer(config, ranks, given, hardware, sample, problems, keeps_dtype=True)
     if not answer.found:
         raise ValueError(answer.refusal())
@@ -114,12 +114,12 @@ def _on_gpus(
             f"no layout fits on {counted(ranks, 'GPU')} ({needed}): use more or larger GPUs",
         )
     values = yaml.safe_load(flags(best))
-    return Layout(ranks, values, _memory_text(best.gib, hardware), answer.best[0].name), ""
+    return ChosenLayout(ranks, values, _memory_text(best.gib, hardware), answer.best[0].name), ""
 
 
 def _on_cpus(
     config: RunConfig, given: frozenset[str], ranks: int | None
-) -> tuple[Layout | None, str]:
+) -> tuple[ChosenLayout | None, str]:
     """Return a layout for CPU ranks that fits in the machine's memory, and the reason if none does.
 
     Ranks take different rows of a batch, and share each row if there are more ranks than rows.
@@ -139,7 +139,7 @@ def _on_cpus(
             needed = fullest(divided, tried).total / 2**30
             memory = _memory_text(needed, hardware)
             if needed <= hardware.memory:
-                return Layout(tried, values, memory, _in_words(divided, tried)), ""
+                return ChosenLayout(tried, values, memory, _in_words(divided, tried)), ""
             reason = f"{counted(tried, 'CPU rank')} would not fit in memory ({memory})"
             break  # other divisions need about as much
         # The user's number of ranks stays; otherwise fewer ranks hold fewer copies of the weights.
@@ -153,12 +153,13 @@ def _divisions(config: RunConfig, given: frozenset[str], ranks: int) -> list[dic
     """Return the ways to divide a batch among CPU ranks, the preferred one first."""
     if {CP, TP, PP} & given:
         return [{}]  # the user has chosen the layout
-    rows = config.training.global_batch_size
+    at_once = config.training.micro_batch_size
+    rows = config.training.global_batch_size // at_once
     shared = ranks // math.gcd(rows, ranks)
     found: list[dict[str, Value]] = [{CP: shared}] if shared > 1 else [{}]
     # Some models cannot share rows. Each rank then takes its own row, and the batch may grow.
     if shared > 1 and "global_batch_size" not in given:
-        found.append({"global_batch_size": -(-rows // ranks) * ranks})
+        found.append({"global_batch_size": math.ceil(rows / ranks) * ranks * at_once})
     return found
 
 
@@ -172,6 +173,7 @@ def _in_words(config: RunConfig, ranks: int) -> str:
     if ranks == 1:
         return "one CPU rank"
     shape = config.grid_shape(ranks)
+    # Axes of one rank are left out.
     sizes = []
     for name in ("dp", "tp", "pp", "cp", "ep"):
         size = getattr(shape, name)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megacp.storage.place import at_home
 
-# A name on the hub, such as Qwen/Qwen3-0.6B.
+# A name on the hub, such as ORGANISATION/MODEL.
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 # The files that --load-hf reads. Other weight formats of a repository are not downloaded.
 _FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
@@ -32,11 +32,12 @@ def model_folder(name: str) -> Path:
     folder = Path(at_home(name))
     if folder.is_dir():
         return folder
+    # A file is probably one of the files of the model.
     if folder.exists():
         raise ValueError(f"MODEL {name} is a file; give the folder that contains it")
     if not is_hub_name(name):
         raise ValueError(
-            f"MODEL {name}: no such folder, and not a name on the hub such as Qwen/Qwen3-0.6B"
+            f"MODEL {name}: no such folder, and not a name on the hub such as ORGANISATION/MODEL"
         )
     return _from_hub(name)
 
@@ -49,7 +50,7 @@ def _from_hub(name: str) -> Path:
     except ImportError as error:
         raise ValueError(
             f"MODEL {name} is not a folder here; a download from the hub needs huggingface_hub: "
-            "pip install 'megacp[hf]'"
+            "pip install -e '.[hf]'"
         ) from error
     try:
         # With a network, this also checks for a newer version. Without one, it uses the cache.

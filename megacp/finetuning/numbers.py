@@ -1,7 +1,8 @@
-"""Choose the numbers of a fine-tuning run: row length, batch, epochs and learning rate.
+"""Choose the row length and the learning rate of a fine-tuning run.
 
-The tables are common practice for supervised fine-tuning, not measurements. They are defaults: any
-flag replaces its number.
+Batch and epochs are the defaults of every run with --load-hf (megacp.training.loop.finetuning). The
+tables are common practice for supervised fine-tuning, not measurements. Every flag replaces its
+number.
 """
 
 from __future__ import annotations
@@ -11,18 +12,10 @@ from dataclasses import dataclass
 
 from megacp.engine.config.run import Value
 from megacp.prepare.packs.lengths import Lengths
+from megacp.training.loop.finetuning import update_tokens
 
 WARMUP = 0.05
 """Share of the steps in which the learning rate grows."""
-# Tokens of the data up to which an update sees a number of tokens. Small data sets get small
-# updates: a model needs some dozens of updates to learn anything.
-_UPDATE_TOKENS = (
-    (20_000, 1_024),
-    (100_000, 2_048),
-    (1_000_000, 8_192),
-    (10_000_000, 32_768),
-    (math.inf, 131_072),
-)
 # Parameters of a model up to which full training uses a learning rate. Smaller models tolerate
 # higher rates: the alignment-handbook trains SmolLM2 with 1e-3 (135 M and 360 M parameters) and
 # 3e-4 (1.7 B), at large batches. Ours are lower, because our batches are small.
@@ -36,14 +29,14 @@ LORA_RATE = 2e-4
 """Learning rate of LoRA adapters, for data sets of up to `_SMALL` tokens."""
 LARGE_LORA_RATE = 1e-4
 _SMALL = 10_000_000
-LORA: dict[str, Value] = {"lora_rank": 16, "lora_alpha": 32, "lora_targets": "all"}
+ADAPTERS: dict[str, Value] = {"lora_rank": 16, "lora_alpha": 32, "lora_targets": "all"}
 """Sizes of adapters, where a model does not fit as a whole."""
-# Rows are at most this long, unless a document is longer. GPUs need larger rows to be busy.
+# RowChoice are at most this long, unless a document is longer. GPUs need larger rows to be busy.
 _ROW_TOKENS = {"cpu": 2_048, "cuda": 8_192}
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowChoice:
     """How documents are packed into rows."""
 
     tokens: int
@@ -53,12 +46,7 @@ class Rows:
     reason: str
 
 
-def update_tokens(data_tokens: int) -> int:
-    """Return the tokens of an update for a data set of `data_tokens` tokens."""
-    return next(tokens for most, tokens in _UPDATE_TOKENS if data_tokens <= most)
-
-
-def learning_rate(parameters: int, data_tokens: int, uses_lora: bool) -> float:
+def peak_rate(parameters: int, data_tokens: int, uses_lora: bool) -> float:
     """Return the peak learning rate for a model of `parameters` parameters."""
     if uses_lora:
         return LORA_RATE if data_tokens <= _SMALL else LARGE_LORA_RATE
@@ -67,7 +55,7 @@ def learning_rate(parameters: int, data_tokens: int, uses_lora: bool) -> float:
 
 def rows(
     lengths: Lengths, device_type: str, positions: int | None, given: int | None = None
-) -> Rows:
+) -> RowChoice:
     """Return the row length for documents of these lengths.
 
     `positions` is the maximum length that the model supports, or None if it is unknown; `given` is
@@ -78,7 +66,7 @@ def rows(
     whole = lengths.longest_whole
     if whole == 0:
         # Plain texts can be cut, so their length does not matter.
-        return Rows(usual, "split", "longer texts continue in the next row")
+        return RowChoice(usual, "split", "longer texts continue in the next row")
     needed = given or 2 ** math.ceil(math.log2(whole))
     row_tokens = min(max(usual, needed), positions or math.inf)
     reason = f"the longest document has {whole:,} tokens"
@@ -86,14 +74,9 @@ def rows(
         reason = f"the longest of the first {lengths.documents:,} documents has {whole:,} tokens"
     if whole > row_tokens:
         why = "" if given else f", but the model supports {positions:,}"
-        return Rows(int(row_tokens), "drop", f"{reason}{why}; longer ones are left out")
+        return RowChoice(int(row_tokens), "drop", f"{reason}{why}; longer ones are left out")
     if not lengths.is_whole:
-        return Rows(int(row_tokens), "drop", f"{reason}; longer ones are left out")
+        return RowChoice(int(row_tokens), "drop", f"{reason}; longer ones are left out")
     # A text among conversations may be longer than the row.
     oversize = "split" if lengths.longest > row_tokens else "error"
-    return Rows(int(row_tokens), oversize, reason)
-
-
-def batch(row_tokens: int, data_tokens: int) -> int:
-    """Return the rows of an update."""
-    return max(1, update_tokens(data_tokens) // row_tokens)
+    return RowChoice(int(row_tokens), oversize, reason)

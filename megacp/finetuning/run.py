@@ -12,21 +12,21 @@ from megacp.engine.config.cli import given_names, parse
 from megacp.engine.config.run import RunConfig, Value, with_values
 from megacp.engine.models.costs import run_parameters, trained_parameters
 from megacp.finetuning import layout, numbers
-from megacp.finetuning.command import Request
 from megacp.finetuning.data import Data, look_at
-from megacp.finetuning.flags import Words, divided, words_of
+from megacp.finetuning.flags import WordsByCommand, divided, flag_words
 from megacp.finetuning.model import model_folder
-from megacp.finetuning.steps import Command, run
+from megacp.finetuning.request import FinetuneRequest
+from megacp.finetuning.steps import Command, run_command
 from megacp.huggingface.convert.start import open_start
 from megacp.prepare.packs.settings import VALID_FOLDER
 from megacp.storage.files import write_result
 from megacp.storage.wording import counted, human_count
 from megacp.training.checkpoint.commit import peek
-from megacp.training.loop.stored import FINETUNING_EPOCHS
+from megacp.training.loop.finetuning import EPOCHS, default_batch
 from megacp.training.monitor.console import say
 from megacp.training.start.status import STOPPED
 
-PACKS, CHECKPOINTS, MODEL = "packs", "checkpoints", "model"
+PACKS, CHECKPOINTS, RESULT = "packs", "checkpoints", "model"
 # File in the output folder with the model and the data that it was made from.
 RECORD = "finetune.json"
 # Number of checkpoints during a run, and the fewest steps between two of them.
@@ -38,12 +38,12 @@ _COLUMNS = 80
 
 
 @dataclass
-class Plan:
+class Choices:
     """All choices of a fine-tuning."""
 
     folder: Path
     """Folder of the model."""
-    words: Words
+    words: WordsByCommand
     """Flags that the user gave, by command."""
     given: frozenset[str]
     """Fields of training that these flags set."""
@@ -71,56 +71,59 @@ class Plan:
         self.lines.append((name, text))
 
 
-def finetune(request: Request) -> int:
+def run_finetuning(request: FinetuneRequest) -> int:
     """Fine-tune a model, and return the exit status: 0, or 3 if training stopped early and saved.
 
     Raise ValueError if the request cannot be run, and Failure if one of the commands fails.
     """
     output = request.output
     exported = _exported(request)
-    plan = planned(request)
-    build, train, export = commands_of(request, plan)
-    for name, text in plan.lines:
+    choices = planned(request)
+    build, train, export = commands_of(request, choices)
+    for name, text in choices.lines:
         say(f"{name:<9} {text}")
     say("\nThe same by hand, in three commands:\n")
     for command in (build, train, export):
         say(f"{command.shown(_COLUMNS)}\n")
     if request.dry_run:
         return 0
+    # The record is written first: an interrupted run must be able to resume in this folder.
     _write_record(request, exported)
-    run(build)
-    if run(train) == STOPPED:
+    run_command(build)
+    if run_command(train) == STOPPED:
         say("training stopped and saved its state; the same command resumes")
         return STOPPED
+    # A longer training than in an earlier run leaves a newer checkpoint than the exported one.
     found = peek(output / CHECKPOINTS)
     step = 0 if found is None else found[1].step
-    model = output / MODEL
+    model = output / RESULT
     if exported == step and (model / "config.json").is_file():
         say(f"{model} already has the model of step {step}")
     else:
         # A model of an earlier step was written by this command, so it may be replaced.
         shutil.rmtree(model, ignore_errors=True)
-        run(export)
+        run_command(export)
         _write_record(request, step)
-    for line in _closing(request, plan):
+    for line in _closing(request, choices):
         say(line)
     return 0
 
 
-def commands_of(request: Request, plan: Plan) -> tuple[Command, Command, Command]:
+def commands_of(request: FinetuneRequest, choices: Choices) -> tuple[Command, Command, Command]:
     """Return the commands that build, train and export."""
     output = request.output
     packs = str(output / PACKS)
     checkpoints = str(output / CHECKPOINTS)
-    folder = str(plan.folder)
-    words = plan.words
+    folder = str(choices.folder)
+    words = choices.words
+    # Flags of the user come last, because the last value of a flag wins.
     build = ["build", "--input", *request.data, "--output", packs, "--tokenizer", folder]
-    build += [*words_of(plan.build), *words.build]
-    train = ["--nproc", str(plan.ranks)] if plan.ranks > 1 else []
+    build += [*flag_words(choices.build), *words.build]
+    train = ["--nproc", str(choices.ranks)] if choices.ranks > 1 else []
     train += ["--load-hf", folder, "--data-path", packs, "--save", checkpoints, "--auto-resume"]
-    train += [*words_of(plan.train), *words.train]
+    train += [*flag_words(choices.train), *words.train]
     export = ["--from", "megacp", "--to", "hf", "--input", checkpoints]
-    export += ["--output", str(output / MODEL), *words.export]
+    export += ["--output", str(output / RESULT), *words.export]
     if request.verify:
         export.append("--verify")
     return (
@@ -133,119 +136,131 @@ def commands_of(request: Request, plan: Plan) -> tuple[Command, Command, Command
 # ---- choices
 
 
-def planned(request: Request) -> Plan:
+def planned(request: FinetuneRequest) -> Choices:
     """Return all choices for a request. Nothing is written."""
     folder = model_folder(request.model)
     words = divided(request.words)
     given = given_names(words.train)
-    config = parse([*words.train, "--load-hf", str(folder)], "megacp finetune")
+    checkpoints = str(request.output / CHECKPOINTS)
+    places = ["--load-hf", str(folder), "--save", checkpoints, "--auto-resume"]
+    config = parse([*words.train, *places], "megacp finetune")
+    # Only the headers of the weights are read here.
     config, _, _ = open_start(config, given)
     has_tower = config.vision.vision_num_layers > 0
     data = look_at(request.data, folder, words.build, has_tower)
-    plan = Plan(folder, words, given, config, data, build=dict(data.build))
+    choices = Choices(folder, words, given, config, data, build=dict(data.build))
     size = human_count(run_parameters(config))
-    plan.show("model", f"{folder}: {config.model.hf_model_type}, {size} parameters")
-    plan.show("data", data.sentence)
-    _choose_rows(plan)
-    _choose_steps(plan, request)
-    _choose_layout(plan, request)
-    _choose_rate(plan)
-    return plan
+    choices.show("model", f"{folder}: {config.model.hf_model_type}, {size} parameters")
+    choices.show("data", data.sentence)
+    _choose_rows(choices)
+    _choose_steps(choices, request)
+    _choose_layout(choices, request)
+    _choose_rate(choices)
+    return choices
 
 
-def _choose_rows(plan: Plan) -> None:
+def _choose_rows(choices: Choices) -> None:
     """Choose the row length, and what happens to longer documents."""
-    lengths = plan.data.lengths
+    lengths = choices.data.lengths
     given = None
-    if "seq_length" in plan.given:
-        given = plan.config.data.seq_length
-    positions = plan.config.model.max_position_embeddings
-    rows = numbers.rows(lengths, layout.device_type(), positions, given)
+    if "seq_length" in choices.given:
+        given = choices.config.data.seq_length
+    positions = choices.config.model.max_position_embeddings
+    rows = numbers.rows(lengths, layout.this_device_type(), positions, given)
     if given is None:
         # Training takes the length of a row from the packs, so only the build needs the flag.
-        plan.build["seq_length"] = rows.tokens
-        plan.config = with_values(plan.config, {"seq_length": rows.tokens})
-    flags = {word.partition("=")[0] for word in plan.words.build}
+        choices.build["seq_length"] = rows.tokens
+        choices.config = with_values(choices.config, {"seq_length": rows.tokens})
+    flags = {word.partition("=")[0] for word in choices.words.build}
     if "--oversize" not in flags and rows.oversize != "error":
-        plan.build["oversize"] = rows.oversize
-    plan.show("rows", f"{rows.tokens:,} tokens: {rows.reason}", "seq_length")
+        choices.build["oversize"] = rows.oversize
+    choices.show("rows", f"{rows.tokens:,} tokens: {rows.reason}", "seq_length")
 
 
-def _choose_steps(plan: Plan, request: Request) -> None:
+def _choose_steps(choices: Choices, request: FinetuneRequest) -> None:
     """Choose the batch and the number of steps."""
-    lengths = plan.data.lengths
-    row_tokens = plan.config.data.seq_length
-    plan.choose({"global_batch_size": numbers.batch(row_tokens, lengths.all_tokens)})
-    batch = plan.config.training.global_batch_size
+    lengths = choices.data.lengths
+    row_tokens = choices.config.data.seq_length
+    at_once = choices.config.training.micro_batch_size
+    batch = default_batch(lengths.all_tokens, row_tokens, at_once)
+    choices.choose({"global_batch_size": batch})
+    batch = choices.config.training.global_batch_size
+    # An update sees several documents per row; a small data set may have fewer of them.
     documents = max(1, round(lengths.all_documents * batch * row_tokens / lengths.all_tokens))
     documents = min(documents, lengths.all_documents)
     text = f"{counted(batch, 'row')} per update, about {counted(documents, 'document')}"
-    plan.show("batch", text, "global_batch_size")
+    choices.show("batch", text, "global_batch_size")
     # A run has either a number of steps or a number of epochs.
-    steps = plan.config.training.train_iters
-    if "train_iters" in plan.given:
-        plan.lines.append(("steps", f"{counted(steps, 'update')} (given)"))
+    steps = choices.config.training.train_iters
+    if "train_iters" in choices.given:
+        choices.lines.append(("steps", f"{counted(steps, 'update')} (given)"))
     else:
-        plan.choose({"train_epochs": FINETUNING_EPOCHS})
-        epochs = float(plan.config.training.train_epochs or 0)
+        choices.choose({"train_epochs": EPOCHS})
+        epochs = float(choices.config.training.train_epochs or 0)
+        # The packs do not exist yet: their number is an estimate.
         packs = max(1, round(lengths.all_tokens / row_tokens))
         steps = max(1, round(epochs * packs / batch))
-        plan.show("epochs", f"{epochs:g}, about {counted(steps, 'update')}", "train_epochs")
+        choices.show("epochs", f"{epochs:g}, about {counted(steps, 'update')}", "train_epochs")
+    # A short run saves only at its end.
     if steps >= _SAVES * _FEWEST_STEPS_BETWEEN_SAVES:
-        plan.choose({"save_interval": steps // _SAVES, "keep_last": 1})
-    flags = {word.partition("=")[0] for word in plan.words.build}
+        choices.choose({"save_interval": steps // _SAVES, "keep_last": 1})
+    flags = {word.partition("=")[0] for word in choices.words.build}
     if "--valid-share" in flags:
         folder = str(request.output / PACKS / VALID_FOLDER)
-        plan.choose({"valid_data_path": folder})
-        plan.choose({"eval_interval": max(1, steps // _VALIDATIONS)})
+        choices.choose({"valid_data_path": folder})
+        choices.choose({"eval_interval": max(1, steps // _VALIDATIONS)})
 
 
-def _choose_layout(plan: Plan, request: Request) -> None:
+def _choose_layout(choices: Choices, request: FinetuneRequest) -> None:
     """Choose the dtype, the parallel layout, and full training or LoRA."""
     # Processors compute fastest in float32, GPUs in bfloat16.
     dtypes = {"cpu": "float32", "cuda": "bfloat16"}
-    device_type = layout.device_type()
-    plan.choose({"dtype": dtypes[device_type]})
-    lengths = list(plan.data.lengths.some)
-    row_tokens = plan.config.data.seq_length
+    device_type = layout.this_device_type()
+    choices.choose({"dtype": dtypes[device_type]})
+    # Documents that are longer than a row are cut or left out by the build.
+    lengths = list(choices.data.lengths.some)
+    row_tokens = choices.config.data.seq_length
     documents = [min(length, row_tokens) for length in lengths]
-    chosen = layout.choose(plan.config, plan.given, request.nproc, documents)
-    plan.choose(chosen.values)
-    plan.ranks = chosen.ranks
-    plan.lines.append(("layout", f"{chosen.name}; {chosen.memory}"))
-    trained = trained_parameters(plan.config)
-    share = f"{human_count(trained)} of {human_count(run_parameters(plan.config))} parameters"
-    if plan.config.model.lora_rank:
-        why = "" if "lora_rank" in plan.given else ", as full training would not fit in memory"
-        text = f"LoRA adapters of rank {plan.config.model.lora_rank}{why}: {share}"
-    elif plan.config.vision.freeze:
+    chosen = layout.choose_layout(choices.config, choices.given, request.nproc, documents)
+    choices.choose(chosen.values)
+    choices.ranks = chosen.ranks
+    choices.lines.append(("layout", f"{chosen.name}; {chosen.memory}"))
+    trained = trained_parameters(choices.config)
+    share = f"{human_count(trained)} of {human_count(run_parameters(choices.config))} parameters"
+    if choices.config.model.lora_rank:
+        why = "" if "lora_rank" in choices.given else ", as full training would not fit in memory"
+        text = f"LoRA adapters of rank {choices.config.model.lora_rank}{why}: {share}"
+    elif choices.config.vision.freeze:
         text = f"part of the model: {share}"
     else:
         text = "the whole model"
-    plan.show("training", text, "lora_rank", "freeze")
+    choices.show("training", text, "lora_rank", "freeze")
 
 
-def _choose_rate(plan: Plan) -> None:
+def _choose_rate(choices: Choices) -> None:
     """Choose the learning rate and its warm-up."""
-    tokens = plan.data.lengths.all_tokens
-    uses_lora = plan.config.model.lora_rank > 0
-    parameters = run_parameters(plan.config)
-    plan.choose({"lr": numbers.learning_rate(parameters, tokens, uses_lora)})
-    rate = plan.config.training.lr
-    if "lr_warmup_iters" not in plan.given:
-        plan.choose({"lr_warmup_fraction": numbers.WARMUP})
-    plan.show("lr", f"{rate:g}", "lr")
+    tokens = choices.data.lengths.all_tokens
+    uses_lora = choices.config.model.lora_rank > 0
+    parameters = run_parameters(choices.config)
+    choices.choose({"lr": numbers.peak_rate(parameters, tokens, uses_lora)})
+    rate = choices.config.training.lr
+    if "lr_warmup_iters" not in choices.given:
+        choices.choose({"lr_warmup_fraction": numbers.WARMUP})
+    # Fine-tuning starts from good weights, so nothing pulls them towards zero.
+    choices.choose({"weight_decay": 0.0})
+    choices.show("lr", f"{rate:g}", "lr")
 
 
 # ---- the output folder
 
 
-def _exported(request: Request) -> int | None:
+def _exported(request: FinetuneRequest) -> int | None:
     """Return the step that an earlier run has exported to the output folder, or None.
 
     Raise ValueError if the folder belongs to another model, other data, or another program.
     """
     output = request.output
+    # An empty folder is as good as none.
     if not output.exists() or not any(output.iterdir()):
         return None
     try:
@@ -255,38 +270,45 @@ def _exported(request: Request) -> int | None:
             f"--output {output} is not empty, and was not written by this command: give another "
             "folder"
         ) from None
+    # Other flags may change between runs, and each step checks its own.
     for name, value in _identity(request).items():
         if record.get(name) != value:
             raise ValueError(
                 f"--output {output} was made with the {name} {record.get(name)}, not {value}: give "
-                "another folder, or delete this one"
+                "the same to resume, or another folder"
             )
     return record["exported"]
 
 
-def _identity(request: Request) -> dict[str, Any]:
+def _identity(request: FinetuneRequest) -> dict[str, Any]:
     """Return what must be equal to resume in an output folder."""
+    # The build compares the names of its files, too.
     return {"model": request.model, "data": list(request.data)}
 
 
-def _write_record(request: Request, exported: int | None) -> None:
+def _write_record(request: FinetuneRequest, exported: int | None) -> None:
     """Write the model, the data and the exported step to the output folder."""
     content = {**_identity(request), "exported": exported}
     path = request.output / RECORD
     write_result("--output", path, (json.dumps(content, indent=1) + "\n").encode(), overwrite=True)
 
 
-def _closing(request: Request, plan: Plan) -> list[str]:
+def _closing(request: FinetuneRequest, choices: Choices) -> list[str]:
     """Return the last lines: the result, and how to use it."""
-    model = request.output / MODEL
+    model = request.output / RESULT
     checkpoints = request.output / CHECKPOINTS
-    talks = plan.data.lengths.talks > 0
+    talks = choices.data.lengths.talks > 0
     ask = "--chat" if talks else '--prompt "..."'
     verified = ", and transformers computes the same logits" if request.verify else ""
-    return [
+    lines = [
         "",
         f"done: {model} is a model for transformers{verified}",
         f"  try it       megacp-generate --checkpoint {checkpoints} {ask}",
         f"  serve it     vllm serve {model}",
         f"  publish it   hf upload USER/NAME {model}",
     ]
+    if choices.config.model.lora_rank:
+        # The model has the adapters merged into it; peft needs them apart.
+        export = f"megacp-convert --from megacp --to peft --input {checkpoints}"
+        lines.append(f"  adapter      {export} --output {request.output / 'adapter'}")
+    return lines

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from megacp.engine.config.run import Value
 from megacp.finetuning import run
-from megacp.finetuning.command import Request
-from megacp.finetuning.flags import words_of
+from megacp.finetuning.flags import flag_words
+from megacp.finetuning.request import FinetuneRequest
 from megacp.finetuning.steps import Failure
 from megacp.training.start.status import REFUSED, STOPPED
 
@@ -30,16 +30,16 @@ def finetune(
     a step fails, and KeyboardInterrupt if training stopped early and saved: the same call resumes.
     """
     files = [data] if isinstance(data, str | Path) else data
-    request = Request(
+    request = FinetuneRequest(
         model=str(model),
         data=tuple(map(str, files)),
         output=Path(output),
         nproc=nproc,
         verify=verify,
-        words=tuple(words_of(flags)),
+        words=tuple(flag_words(flags)),
     )
     try:
-        status = run.finetune(request)
+        status = run.run_finetuning(request)
     except Failure as failure:
         message = str(failure)
         if failure.status == REFUSED:
@@ -47,4 +47,4 @@ def finetune(
         raise RuntimeError(message) from failure
     if status == STOPPED:
         raise KeyboardInterrupt("training stopped early and saved; the same call resumes")
-    return request.output / run.MODEL
+    return request.output / run.RESULT

@@ -15,7 +15,7 @@ from megacp.storage.wording import for_terminal
 
 # A line of a training step, as `step_line` in megacp.training.monitor.log writes it.
 STEP = re.compile(r"step +(\d+)/(\d+) .*?loss (\S+) .*left (\S+)$")
-# Lines of training steps that are printed where there is no terminal.
+# Number of step lines to print if the output is not a terminal.
 _PRINTED_STEPS = 10
 # Last lines of a command's output in which its error message is looked for.
 _LINES_OF_AN_ERROR = 50
@@ -23,7 +23,7 @@ _LINES_OF_AN_ERROR = 50
 
 @dataclass(frozen=True)
 class Command:
-    """One of the commands that `finetune` stands for."""
+    """One of the three commands that `finetune` runs."""
 
     program: str
     """Name of the installed program, such as megacp-train."""
@@ -64,7 +64,7 @@ class Failure(Exception):
         self.status = status
 
 
-def run(command: Command) -> int:
+def run_command(command: Command) -> int:
     """Run a command, print its output, and return its exit status.
 
     Lines of training steps become a progress bar in a terminal, and every tenth part of the run a
@@ -88,6 +88,7 @@ def run(command: Command) -> int:
             except KeyboardInterrupt:
                 interrupted = True
     bar.close()
+    # The command has stopped by itself, since Ctrl-C reaches every process of the terminal.
     if interrupted:
         raise KeyboardInterrupt
     status = process.returncode
@@ -118,9 +119,14 @@ class ProgressBar:
             return
         step = int(found[1])
         total = int(found[2])
+        # In a terminal, each bar replaces the last one.
         if self._terminal:
             columns = shutil.get_terminal_size().columns
-            print(f"\r\x1b[K{bar(step, total, found[3], found[4], columns)}", end="", flush=True)
+            print(
+                f"\r\x1b[K{progress_bar(step, total, found[3], found[4], columns)}",
+                end="",
+                flush=True,
+            )
             self._open = True
         elif step in (1, total) or step * _PRINTED_STEPS // total > (step - 1) * 10 // total:
             print(for_terminal(text), flush=True)
@@ -132,9 +138,10 @@ class ProgressBar:
         self._open = False
 
 
-def bar(step: int, total: int, loss: str, left: str, columns: int) -> str:
+def progress_bar(step: int, total: int, loss: str, left: str, columns: int) -> str:
     """Return a progress bar that is shorter than `columns`."""
     text = f" {step}/{total}  loss {loss}  {left} left"
+    # "training [" and "]" and a margin take twelve columns.
     width = max(10, min(40, columns - len(text) - 12))
     filled = width * step // total
     return f"training [{'#' * filled}{'-' * (width - filled)}]{text}"

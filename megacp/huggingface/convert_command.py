@@ -42,7 +42,7 @@ from megacp.training.monitor.console import to_nowhere, warn
 from megacp.training.start.launch import World, join, rendezvous, stop, world_from_environment
 
 _DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
-# Minutes that ranks wait for a rank that compares or copies while they are idle.
+# Minutes for which idle ranks wait while another rank compares or copies.
 _MINUTES = 24 * 60.0
 
 
@@ -57,7 +57,7 @@ def convert_parser() -> argparse.ArgumentParser:
         required=True,
         choices=("hf", "megacp"),
         dest="source",
-        help="format of --input",
+        help="format of --input: a Hugging Face folder or a megacp checkpoint",
     )
     add(
         "--to",
@@ -78,25 +78,27 @@ def convert_parser() -> argparse.ArgumentParser:
     add(
         "--verify",
         action="store_true",
-        help="compare tensors, and logits with the transformers library",
+        help="check --output against --input: compare tensors, and logits with transformers",
     )
     add(
         "--tokenizer",
         metavar="KIND_OR_PATH",
         type=path_texts,
-        help="the run's tokenizer, as given to preprocess_data.py build; `none` exports none",
+        help="the run's tokenizer, as passed to preprocess_data.py build; `none` exports no "
+        "tokenizer (default: find it next to the checkpoints or in the run's --data-path)",
     )
     add(
         "--chat-template",
         choices=CHOICES,
         default="auto",
-        help="chat template to export. messages: megacp's format for `messages` records; auto: the "
-        "tokenizer's template, or messages for a vision model trained here without one (default)",
+        help="chat template to export: `messages` for the format of `messages` records, `none` for "
+        "the tokenizer's template, or `auto` for the template used in training, else the "
+        "tokenizer's, or `messages` for a vision model trained without a template (default: auto)",
     )
     add(
         "--layout",
         choices=NAMINGS,
-        help="tensor names in --output, for a family that has two naming schemes (default: native)",
+        help="tensor names in --output, for families with two naming schemes (default: native)",
     )
     add(
         "--max-shard-size",
@@ -109,7 +111,8 @@ def convert_parser() -> argparse.ArgumentParser:
     add(
         "--base-model",
         metavar="NAME",
-        help="base model named in the adapter, for --to peft (default: the run's --load-hf)",
+        help="name of the base model to write to the adapter, for --to peft (default: the run's "
+        "--load-hf)",
     )
     add(
         "--dtype",
@@ -126,7 +129,8 @@ def flag_reasons(a: argparse.Namespace) -> list[str]:
     reasons = []
     if way == ("megacp", "megacp"):
         reasons.append(
-            "--from megacp --to megacp: not needed, any device grid can load a megacp checkpoint"
+            "--from megacp --to megacp: not needed, because any device grid can load a "
+            "megacp checkpoint"
         )
     if a.target == "megacp" and a.dtype == "float16":
         reasons.append("--dtype float16: megacp supports float32, bfloat16 and float64")
@@ -144,13 +148,13 @@ def flag_reasons(a: argparse.Namespace) -> list[str]:
         reasons.append("--base-model requires --to peft")
     if a.max_shard_mib < 1:
         reasons.append(f"--max-shard-size {a.max_shard_mib}: must be at least 1")
-    # Packages of the extra `hf`, which the core of megacp does not need.
+    # Packages of the optional extra `hf`.
     needed = ["safetensors", "jinja2"]
     if a.verify:
         needed.append("transformers")
     for name in needed:
         if importlib.util.find_spec(name) is None:
-            reasons.append(f"the package {name} is not installed: pip install 'megacp[hf]'")
+            reasons.append(f"the package {name} is not installed: pip install -e '.[hf]'")
     return reasons
 
 
@@ -180,7 +184,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given["dtype"] = _DTYPES[arguments.dtype] if arguments.dtype else None
     request = Request(**{**given, "layout": arguments.layout or NAMINGS[0]})
     place = world_from_environment()
-    # Exit by an exception, which removes the partly written folder.
+    # Exit through an exception, so that the partly written folder is removed.
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         # All ranks print the same lines, so only the output of rank 0 is shown.
@@ -210,7 +214,7 @@ def _converted(request: Request, place: World) -> tuple[int, str]:
     except (ValueError, OSError) as error:
         message = str(error)
         if isinstance(error, OSError):
-            # Errors of reading are ValueErrors that name their file. A full disk names no file.
+            # Read errors are ValueErrors with the file's name. A full disk names no file.
             message = f"--output {request.output} cannot be written: {error}"
         return 2, " ".join(message.split())
     except OtherModelError:

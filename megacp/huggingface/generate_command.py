@@ -63,7 +63,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         "--tokenizer",
         metavar="KIND_OR_PATH",
         type=path_texts,
-        help="as given to preprocess_data.py build (default: the run's tokenizer)",
+        help="tokenizer, as passed to preprocess_data.py build (default: the run's tokenizer)",
     )
     add(
         "--prompt",
@@ -80,8 +80,8 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--thinking",
         action=argparse.BooleanOptionalAction,
-        help=f"set the chat template's `{THINKS}` (default: as in training, if all training "
-        "answers agree)",
+        help=f"set the chat template's variable `{THINKS}` (default: as in training, if all "
+        "training answers agree)",
     )
     # Both flags append to one list, which keeps their order.
     for kind in ("image", "video"):
@@ -92,7 +92,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
             dest="media",
             default=[],
             metavar="FILE",
-            help=f"{kind} to show before each prompt; repeatable",
+            help=f"{kind} to place before each prompt; repeatable",
         )
     add("--input", type=Path, metavar="FILE.jsonl", help="records to answer, instead of --prompt")
     add("--output", type=Path, metavar="FILE.jsonl", help="file for the answers to --input")
@@ -101,7 +101,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         "--image-root",
         metavar="DIR",
         type=path_text,
-        help="directory for relative paths in --input",
+        help="directory that relative image and video paths in --input refer to",
     )
     add(
         "--max-new-tokens",
@@ -115,9 +115,9 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         type=float,
         default=0.0,
         metavar="T",
-        help="sampling temperature; 0 always takes the most likely token (default: 0)",
+        help="sampling temperature; 0 always selects the most likely token (default: 0)",
     )
-    add("--seed", type=int, default=0, metavar="N", help="seed of the sampling (default: 0)")
+    add("--seed", type=int, default=0, metavar="N", help="random seed for sampling (default: 0)")
     arguments = parser.parse_args(argv)
     reasons = _flag_reasons(arguments)
     if reasons:
@@ -138,7 +138,7 @@ def _flag_reasons(arguments: argparse.Namespace) -> list[str]:
         reasons.append("--input and --output must be used together")
     if arguments.input is not None and arguments.media:
         reasons.append(
-            "--image and --video require --prompt or --chat; with --input, records name their files"
+            "--image and --video require --prompt or --chat; with --input, records contain paths"
         )
     if not 0 <= arguments.temperature < math.inf:
         reasons.append(f"--temperature {arguments.temperature}: must be a finite number, 0 or more")
@@ -164,7 +164,7 @@ def _media(kind: str, text: str) -> Media:
 
 @contextmanager
 def _named(flag: str, path: str | Path) -> Iterator[None]:
-    """Turn errors of the enclosed block into a ValueError that names the flag and the path."""
+    """Turn errors in the enclosed block into a ValueError with the flag and the path."""
     try:
         yield
     except OSError as error:
@@ -209,13 +209,14 @@ def read_records(path: Path, maker: PromptMaker) -> tuple[list[Prompt], list[str
 def asked_by(kept: dict[str, Any], thinking: bool | None) -> dict[str, Any]:
     """Return the fields of a ChatTemplate that make the prompt open or close a thought.
 
-    `thinking` decides. If it is None, prompts are written as in training, provided that no training
-    answer followed a thought. Raise ValueError for a `thinking` that the template cannot express.
+    `thinking` selects one of the two. If it is None, prompts are written as in training, provided
+    that no training answer followed a thought. Raise ValueError for a `thinking` that the template
+    cannot express.
     """
     before = kept.get("before_answers", "")
     has_switch = THINKS in kept["default"]
     _, real, none = (kept.get(name, 0) for name in THOUGHTS)
-    # An earlier version stored no counts; there all answers followed `before_answers`.
+    # Older checkpoints have no counts; in their training, all answers followed `before_answers`.
     empty = kept.get("empty_thoughts", "before_answers" in kept)
     # Some answers had thoughts, or most had no empty one: the template's prompt is unchanged.
     if thinking is None and (real or empty <= none):
@@ -261,21 +262,22 @@ class Session:
         if name is None:
             raise ValueError(
                 f"the tokenizer of {generator.path} is neither next to the checkpoint nor in the "
-                "run's --data-path; name it with --tokenizer"
+                "run's --data-path; set it with --tokenizer"
             )
         tokenizer = self.tokenizer = load_tokenizer(name)
         if progress.tokenizer_sha256 not in ("", tokenizer.sha256):
-            raise ValueError(f"--tokenizer {name} differs from the tokenizer of the run with")
+            raise ValueError(f"--tokenizer {name} differs from the tokenizer of the run")
         if tokenizer.vocab_size > rows:
             raise ValueError(
-                f"--tokenizer {name} has {tokenizer.vocab_size} ids, the model has {rows}"
+                f"--tokenizer {name} has {tokenizer.vocab_size} ids, but the embedding has {rows} "
+                "rows"
             )
         # Begin and end texts as in training.
         tokenizer.begins_with = first_token(progress, tokenizer.begins_with)
         tokenizer.eos_id = last_token(progress, tokenizer.eos_id)
         kept = progress.chat_template
         if kept is None and not generator.step and tokenizer.kind == "huggingface":
-            # A converted model (step 0) has no template of training, but that of its folder.
+            # A converted model (step 0) has no training template, so use that of its folder.
             own = templates_of(tokenizer.files[0].parent)
             kept = own if "default" in own else None
         ends: tuple[int, ...] = ()
@@ -301,7 +303,7 @@ class Session:
                 warn(f"note: {generator.path}: {note}")
         elif arguments.thinking is not None:
             raise ValueError(
-                "--thinking and --no-thinking require a chat template, and these prompts use none"
+                "--thinking and --no-thinking require a chat template, but these prompts use none"
             )
         # Without a template, prompts use megacp's format or Alpaca's prompt, as in training.
         forms = progress.answer_forms or {}
@@ -375,7 +377,7 @@ class Session:
     def answers(
         self, prompts: Sequence[Prompt], names: Sequence[str], seed: int = 0
     ) -> Iterator[str]:
-        """Yield the answers as text, without the token that ends each."""
+        """Yield the answers as text, without their end tokens."""
         sampling = dataclasses.replace(self.sampling, seed=self.sampling.seed + seed)
         for tokens in self.generator.answer(prompts, sampling, names):
             has_end = len(tokens) > 0 and int(tokens[-1]) in self.ends
@@ -421,7 +423,7 @@ def answer_prompts(session: Session, arguments: argparse.Namespace) -> None:
         try:
             prompts += session.prompts(text)
         except RecordError as error:
-            # An error about an image or video already names its flag.
+            # An error about an image or video already includes its flag.
             message = str(error) if "`--" in str(error) else f"{name}: {error}"
             raise ValueError(message) from error
     if session.note:

@@ -1,7 +1,7 @@
 """Context parallelism inside transformers' Trainer, TRL and Accelerate.
 
-`shard_sequences(trainer, cp_size=4)` adds it to a Trainer, `context_parallel` to your own training
-loop.
+`shard_sequences(trainer, cp_size=4)` adds it to a Trainer; `context_parallel` adds it to your own
+training loop.
 """
 
 from megacp.public import exports

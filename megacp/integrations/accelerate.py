@@ -1,9 +1,9 @@
 """Sharded sequences in Accelerate, and in the Trainers of transformers and TRL that use it.
 
-Only objects of the caller are changed, at the places where Accelerate plugs in its own context
+Only the caller's objects are changed, in the places where Accelerate adds its own context
 parallelism. FSDP2 and DDP average gradients over all processes. Your own loop must therefore divide
-its loss by the labels of all batches of a step and multiply it by `accelerator.num_processes`, as
-the Trainers do.
+its loss by the number of labels in all batches of a step, and multiply it by
+`accelerator.num_processes`, as the Trainers do.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _PAD = {
     "position_ids": 0,
 }
 _PAD |= {"token_type_ids": 0}
-# Inputs that describe packed documents for other kernels. Position ids contain the same.
+# Inputs that describe packed documents for other kernels, redundantly with position ids.
 _OF_PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 # `context_parallel` with a fixed axis, transport and layout.
 _Block = Callable[..., contextlib.AbstractContextManager[Any]]
@@ -51,26 +51,28 @@ def shard_sequences(
     layout: str = "balanced",
     trees: bool = False,
 ) -> Axis:
-    """Shard every sequence that a Trainer or an Accelerator trains on over `cp_size` ranks.
+    """Shard the training sequences of a Trainer or an Accelerator across `cp_size` ranks.
 
-    Every process calls this before `train()` or `prepare()`. It returns the axis of the ranks that
-    share a sequence.
+    Every process calls this function before `train()` or `prepare()`. It returns the axis of ranks
+    that share a sequence.
 
     * `target`: a Trainer of transformers or TRL, or an Accelerator.
     * `cp_size`: number of neighbouring ranks that share a sequence; they receive the same batches.
-      None uses the Accelerator's ParallelismConfig, which TRL refuses with packing, and Accelerate
-      refuses on CPUs.
+      None uses the Accelerator's ParallelismConfig, which TRL rejects with packing, and Accelerate
+      rejects on CPUs.
     * `transport`, `layout`: see `context_parallel`.
-    * `trees`: a branch begins where position ids go back to a number above 0, see `trees_of`. In a
-      Trainer its first token repeats the last shared token and has no label.
+    * `trees`: whether branches begin where position ids decrease to a number above 0, see
+      `trees_of`. In a Trainer, a branch's first token repeats the last shared token, without a
+      label.
 
-    In a Trainer, position ids that restart begin a document, and the attention mask marks padding.
-    In your own loop, `accelerator.maybe_context_parallel` finds the position ids among its buffers:
-    they count up by one from 0 in each document.
+    In a Trainer, a document begins where position ids restart, and the attention mask marks
+    padding. In your own loop, `accelerator.maybe_context_parallel` recognises the position ids
+    among its buffers because they count up by one from 0 in each document.
 
-    Raise ValueError after `prepare`; if `cp_size` does not divide the number of processes; if an
-    option of the Trainer would only see the tokens of one rank; for trees with images; and in a
-    step whose ranks have different rows or whose branches begin with a label.
+    Raise ValueError if `prepare` was already called, if `cp_size` does not divide the number of
+    processes, if an option of the Trainer would use only the tokens of one rank, or for trees with
+    images. Training steps raise ValueError if ranks have different rows, or if branches begin with
+    a label.
     """
     from accelerate import Accelerator
 
@@ -81,8 +83,8 @@ def shard_sequences(
         )
     if accelerator._models:
         raise ValueError(
-            "call shard_sequences before prepare() and train(): this Accelerator has already "
-            "prepared a model"
+            "this Accelerator has already prepared a model: call shard_sequences before prepare() "
+            "and train()"
         )
     _set_size(accelerator, cp_size)
     axis = axis_of_mesh(accelerator.torch_device_mesh["cp"])
@@ -95,7 +97,7 @@ def shard_sequences(
     ) -> contextlib.AbstractContextManager[Any]:
         """Return the block for `Accelerator.maybe_context_parallel`."""
         _refuse_other_rows(axis, buffers)
-        # The buffers have no names. Find the position ids, which define the documents.
+        # The buffers have no names. Find the position ids by their values: they define documents.
         counting = []
         for x, dim in zip(buffers, buffer_seq_dims, strict=True):
             if dim % x.dim() == 1 and _counts(x, trees):
@@ -103,8 +105,8 @@ def shard_sequences(
         if not counting or any(not torch.equal(x, counting[0]) for x in counting):
             raise ValueError(
                 f"{len(counting)} of the {len(buffers)} buffers look like position ids [B, S] "
-                "(counting up by one from 0 in each document); exactly one must, because they "
-                "define the documents"
+                "(counting up by one from 0 in each document): pass exactly one, because position "
+                "ids define the documents"
             )
         return block(
             model=accelerator._models[0] if accelerator._models else None,
@@ -115,7 +117,10 @@ def shard_sequences(
         )
 
     def prepare(*args: Any) -> tuple[Any, ...]:
-        """Replace Accelerate's own preparation, which would drop the masks of the model."""
+        """Return `args`, in place of Accelerate's preparation, which would drop the model's masks.
+
+        Set the attention of their models, and the block for `maybe_context_parallel`.
+        """
         for module in args:
             if not isinstance(module, torch.nn.Module):
                 continue
@@ -132,9 +137,11 @@ def shard_sequences(
 
 
 def _set_size(accelerator: Any, cp_size: int | None) -> None:
-    """Give the accelerator a mesh with an axis `cp`, unless it has one.
+    """Give the accelerator a mesh with an axis `cp`, unless it already has one.
 
-    All Accelerators of a process share one state, so this one gets a copy.
+    All Accelerators in a process share one state, so this one gets a copy.
+
+    Raise ValueError if `cp_size` is invalid or contradicts the ParallelismConfig.
     """
     from accelerate import ParallelismConfig
 
@@ -145,12 +152,13 @@ def _set_size(accelerator: Any, cp_size: int | None) -> None:
         return
     if has > 1 or cp_size is None or cp_size < 2 or world % cp_size:
         raise ValueError(
-            f"cp_size is {cp_size}, and {has} in the Accelerator's ParallelismConfig: give one "
-            f"size of at least 2 that divides the {world} processes"
+            f"cp_size is {cp_size}, and {has} in the Accelerator's ParallelismConfig: set one of "
+            f"them to a size of at least 2 that divides the {world} processes"
         )
     if found is not None and (found.tp_enabled or found.sp_enabled):
         raise ValueError(
-            "shard_sequences works with data parallelism only, but this Accelerator has tp or sp"
+            "shard_sequences supports only data parallelism, but this Accelerator's "
+            "ParallelismConfig has tp or sp"
         )
     config = ParallelismConfig(cp_size=cp_size, dp_shard_size=world // cp_size)
     accelerator.state = copy.copy(accelerator.state)
@@ -159,25 +167,28 @@ def _set_size(accelerator: Any, cp_size: int | None) -> None:
 
 
 def _counts(x: torch.Tensor, trees: bool) -> bool:
-    """Whether `x[B, S]` counts up by one from 0 in each document, or in each branch of trees."""
+    """Return whether `x[B, S]` looks like position ids.
+
+    They count up by one from 0 in each document; with `trees`, branches may restart above 0.
+    """
     if x.dim() != 2 or x.is_floating_point() or x.dtype == torch.bool:
         return False
     up = x.diff(dim=1) == 1  # [B, S - 1]
     restarts = x[:, 1:] == 0
-    if trees:  # a branch may begin at any earlier position
+    if trees:  # a branch may begin at any position up to the previous one
         restarts = (x.diff(dim=1) < 1) & (x[:, 1:] >= 0)
     begins_at_0 = bool((x[:, 0] == 0).all())
-    counts = x.shape[1] == 1 or bool(up.any())  # a row of zeros is not a count
+    counts = x.shape[1] == 1 or bool(up.any())  # a row of zeros does not count up
     return begins_at_0 and bool((up | restarts).all()) and counts
 
 
 def _refuse_other_rows(axis: Axis, buffers: Sequence[torch.Tensor]) -> None:
     """Raise ValueError on all ranks of the axis if they have different rows.
 
-    This happens if a loader gives each rank its own batches. Checksums of the integer tensors and
-    their shapes are compared, with one small message per step.
+    This happens if a loader gives each rank its own batches. One small message per step compares
+    checksums of the integer tensors and their shapes.
     """
-    # A CRC of 32 bits fits in the int64 of the message, and its negative gives the minimum.
+    # A 32-bit CRC fits into int64. The maximum of its negative gives the minimum.
     found = 0
     for x in buffers:
         if x.is_floating_point():
@@ -190,21 +201,22 @@ def _refuse_other_rows(axis: Axis, buffers: Sequence[torch.Tensor]) -> None:
     if most != -least:
         raise ValueError(
             f"the {axis.size} ranks that share a sequence have different rows: their loader must "
-            "give all of them the same batch (the loader of an IterableDataset gives each process "
-            "its own: set dispatch_batches=False)"
+            "give all of them the same batch (an IterableDataset's loader gives each process a "
+            "different batch unless dispatch_batches=False)"
         )
 
 
 def _block_of_inputs(
     axis: Axis, block: _Block, model: torch.nn.Module, inputs: dict[str, Any], trees: bool
 ) -> contextlib.AbstractContextManager[Any]:
-    """Return a block for the inputs of a model, and add missing inputs.
+    """Return a block for a model's inputs, and add missing inputs to `inputs`.
 
-    A model with towers takes the whole batch, and only its labels are sharded.
+    A model with towers receives the whole batch; only its labels are sharded here.
     """
     for name in _OF_PACKING:
         inputs.pop(name, None)
-    # Unknown tensors of text models may belong to tokens; models with towers have many inputs.
+    # An unknown input of a text model may have an entry per token. Models with towers have many
+    # other inputs.
     towers = find_towers(model) is not None
     ids = inputs.get("input_ids")
     labels = inputs.get("labels")
@@ -213,9 +225,9 @@ def _block_of_inputs(
     unusable = labels is None if towers else bool(strange)
     if ids is None or ids.dim() != 2 or unusable:
         raise ValueError(
-            f"a sharded sequence needs input_ids [B, S], may have {', '.join(list(_PAD)[1:])}, and "
-            f"with images needs labels; unknown: {', '.join(strange) or 'other inputs'}, which may "
-            "belong to the tokens of one rank"
+            "a sharded sequence needs input_ids [B, S], with images also labels, and may have "
+            f"{', '.join(list(_PAD)[1:])}; unknown: {', '.join(strange) or 'other inputs'}, which "
+            "may need sharding: remove them"
         )
     _refuse_other_rows(axis, list(tensors.values()))
     if towers:
@@ -227,16 +239,16 @@ def _block_of_inputs(
         documents = read_documents(inputs["position_ids"], inputs.get("attention_mask"))
     if labels is not None and "shift_labels" not in inputs:
         if trees:
-            # A branch begins where positions do not count up: [B, S - 1]
+            # A branch begins where positions do not increase by one: [B, S - 1]
             begins = inputs["position_ids"].diff(dim=1) != 1
             number = int((begins & (labels[:, 1:] != -100)).sum())
             if number:
                 raise ValueError(
-                    f"{number} branches begin with a label, but the token before them does not "
-                    "predict it: begin each branch with a copy of the token that it continues, "
-                    "without a label, or give shift_labels"
+                    f"{number} branches begin with a label, but the preceding token in the row "
+                    "does not predict it: begin each branch with an unlabelled copy of the token "
+                    "that it continues, or pass shift_labels"
                 )
-        # Documents of packed rows begin without a label, so they need no document_ids here.
+        # Packed documents begin without a label, so shift_labels needs no document_ids here.
         inputs["shift_labels"] = shift_labels(labels)
     # The inputs of a model with towers are sharded later, by `cut_multimodal`.
     sharded = ("labels", "shift_labels") if towers else tuple(_PAD)
@@ -255,9 +267,9 @@ def _block_of_inputs(
 def _documents_with_images(model: torch.nn.Module, inputs: Mapping[str, Any]) -> DocumentIds:
     """Return the mask of rows with images.
 
-    Of position ids `[4, B, S]` in transformers, the first axis numbers the text. In Gemma 3 and 4,
-    the tokens of an image attend to each other: neighbours whose `token_type_ids` are 1 (2 in
-    videos).
+    In transformers, the first of four position axes, `[4, B, S]`, contains text positions. In Gemma
+    3 and 4, the tokens of an image attend to each other: consecutive tokens whose `token_type_ids`
+    are 1, or 2 for videos.
     """
     positions = inputs.get("position_ids")
     mask = inputs.get("attention_mask")
@@ -283,14 +295,17 @@ def _documents_with_images(model: torch.nn.Module, inputs: Mapping[str, Any]) ->
     document = np.where(numbers >= 0, numbers + row * (numbers.max() + 1), numbers).reshape(-1)
     image = ((kinds == 1) | (kinds == 2)).cpu().numpy()
     begins = np.diff(image, axis=1, prepend=False) & image  # [B, S]
-    # [B * S]: the number of its image for each image token, 0 for text
+    # [B * S]: the image number of each image token, 0 for text
     number = (begins.cumsum() * image.reshape(-1)).astype(np.int64)
     return Metadata.of_documents(document, span=number)
 
 
 def _shard_trainer(trainer: Any, axis: Axis, block: _Block, trees: bool) -> None:
-    """Make the training and evaluation steps of a Trainer run in blocks."""
-    # Both compute the loss from labels that are not shifted yet.
+    """Run a Trainer's training and evaluation steps in blocks.
+
+    Raise ValueError for options that cannot be exact with sharded sequences.
+    """
+    # Both options compute the loss from labels that are not shifted.
     wrong = {
         "compute_loss_func": trainer.compute_loss_func,
         "label_smoothing_factor": trainer.label_smoother,
@@ -302,11 +317,11 @@ def _shard_trainer(trainer: Any, axis: Axis, block: _Block, trees: bool) -> None
         )
     predict = trainer.prediction_step
     accelerator = trainer.accelerator
-    counted = not trainer.model_accepts_loss_kwargs  # the labels are counted here
+    counted = not trainer.model_accepts_loss_kwargs  # whether labels are counted here
     of_trl = hasattr(trainer, "_total_train_tokens")
     if trees and find_towers(accelerator.unwrap_model(trainer.model)):
         raise ValueError(
-            "trees must be text: for trees with images, give a Metadata to context_parallel"
+            "trees must be text: for trees with images, pass a Metadata to context_parallel"
         )
     if counted and accelerator.unwrap_model(trainer.model).config.model_type not in HANDS_ON:
         raise ValueError(
@@ -317,15 +332,15 @@ def _shard_trainer(trainer: Any, axis: Axis, block: _Block, trees: bool) -> None
     def prepare(
         model: torch.nn.Module, inputs: Mapping[str, Any]
     ) -> tuple[Callable[[], Any], dict[str, Any]]:
-        """Return a function that opens the block of a step, and the inputs for it."""
+        """Return a function that opens a step's block, and the step's inputs."""
         bare = accelerator.unwrap_model(trainer.model)
         found = {name: x for name, x in inputs.items() if x is not None}
-        if of_trl:  # TRL counts the tokens of the mask, or padding too if there is none
+        if of_trl:  # without a mask, TRL would count padding too
             found.setdefault("attention_mask", torch.ones_like(found["input_ids"]))
         cut = _block_of_inputs(axis, block, bare, found, trees)
         if counted and "shift_labels" in found:
-            # The Trainer averages over processes. With this divisor the average is the mean over
-            # the labels of the row.
+            # The Trainer averages over processes. With this divisor, the average is the mean over
+            # the row's labels.
             labels = (found["shift_labels"] != -100).sum().double()
             found["num_items_in_batch"] = labels / axis.size
 
@@ -341,11 +356,12 @@ def _shard_trainer(trainer: Any, axis: Axis, block: _Block, trees: bool) -> None
         return both, found
 
     def gather(losses: torch.Tensor) -> torch.Tensor:
-        """Gather the losses of all rows, each once.
+        """Return the losses of all rows, without repetition.
 
-        The library assumes that every process has its own rows, but `axis.size` of them share one.
+        The library assumes that every process has its own rows, but `axis.size` processes share
+        theirs.
         """
-        # [processes, rows]; keep the rows of the first rank of each axis
+        # [processes, rows]; keep only the rows of each axis' first rank
         every = accelerator.gather(losses).view(-1, axis.size, len(losses))[:, 0].flatten()
         # The last batch of a loader is padded with repeated rows: drop them.
         state = accelerator.gradient_state
@@ -359,16 +375,16 @@ def _shard_trainer(trainer: Any, axis: Axis, block: _Block, trees: bool) -> None
         prediction_loss_only: bool,
         ignore_keys: Any = None,
     ) -> tuple[Any, None, None]:
-        """Evaluate the loss of a batch in a block."""
+        """Return the evaluation loss of a batch, computed in a block."""
         if not prediction_loss_only:
             raise ValueError(
-                "logits of a sharded sequence belong to the tokens of one rank: evaluate without "
-                "compute_metrics"
+                "each rank has only its own tokens' logits of a sharded sequence: evaluate without "
+                "compute_metrics, and do not call predict"
             )
         if of_trl:  # TRL's own step does not open a block
             opened, found = prepare(model, trainer._prepare_inputs(inputs))
-            # TRL computes the mean over the labels of its rows, and multiplies it by the number of
-            # processes if it averages tokens across devices.
+            # TRL averages over the labels of its rows. If it averages tokens across devices, it
+            # multiplies the mean by the number of processes.
             times = accelerator.num_processes if trainer.args.average_tokens_across_devices else 1
             number = (found["shift_labels"] != -100).sum() * times / axis.size
             with torch.no_grad(), trainer.compute_loss_context_manager(), opened():
@@ -376,8 +392,8 @@ def _shard_trainer(trainer: Any, axis: Axis, block: _Block, trees: bool) -> None
         else:
             loss, _, _ = predict(model, inputs, prediction_loss_only, ignore_keys)
         trainer.gather_function = gather  # the evaluation loop resets it
-        # Each rank has the part of its tokens, times the number of processes: the mean over the
-        # axis is the loss of the row.
+        # Each rank has the loss of its tokens times the number of processes. The mean over the
+        # axis is the row's loss.
         if loss is not None:
             loss = all_reduce(loss, axis) / axis.size
         return loss, None, None

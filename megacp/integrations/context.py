@@ -1,4 +1,4 @@
-"""A block in which a transformers model computes attention over a sharded sequence.
+"""A context manager in which a transformers model computes attention over a sharded sequence.
 
     register_with_transformers()  # attn_implementation="megacp"
     inputs, positions, labels = ...  # the whole sequence, the same on every rank
@@ -12,10 +12,10 @@
         loss.backward()
     sum_gradients(model.parameters(), axis)
 
-Anything that would only see the tokens of one rank is refused by all ranks alike: from the model's
-config when the block opens, from the arguments of a call, or in an attention call. torch itself is
-not patched. The registered attention finds the open block with `block_of`; only layers with a state
-are replaced in the model (`recurrent.py`).
+All ranks raise the same error for anything that would use only the tokens of one rank. They check
+the model's config when the block opens, the arguments of each call to the model, and each attention
+call. torch itself is not patched. The registered attention finds the open block with `block_of`;
+only the functions of layers with a state are replaced (`recurrent.py`).
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ from megacp.integrations.recurrent import ours_in
 
 
 class LayerRule(NamedTuple):
-    """Properties of a layer's attention in addition to the mask of the block."""
+    """Properties of a layer's attention in addition to the block's mask."""
 
     reach: Reach = Reach()
-    """The window of the layer; only for causal layers."""
+    """The layer's window; only for causal layers."""
     cap: float = 0.0
-    """Scores become `cap * tanh(score / cap)`; 0 means no cap."""
+    """Soft cap: scores become `cap * tanh(score / cap)`; 0 means no cap."""
     sinks: torch.Tensor | None = None
-    """`[heads]`: an additional score per head, without a value."""
+    """An additional score per head, without a value: `[heads]`."""
     spans: bool = True
-    """Whether the spans of the mask apply."""
+    """Whether the mask's spans apply."""
 
 
 _PLAIN = LayerRule()
@@ -70,46 +70,48 @@ _PLAIN = LayerRule()
 
 @dataclass(eq=False)
 class ContextParallel:
-    """State of an open block: the tokens of each rank, the plans, and problems of this rank."""
+    """State of an open block: the tokens of each rank, the plans, and this rank's problems."""
 
     axis: Axis
     mask: BatchMask
     """Mask of the whole rows, including padding."""
     length: int
-    """Tokens of a whole row, without padding."""
+    """Number of tokens in a whole row, without padding."""
     places: np.ndarray
-    """int64 `[1 or B, ranks, s]`: places in a row that each rank holds, in the buffers' order."""
+    """Row indices of each rank's tokens, in buffer order: int64 `[1 or B, ranks, s]`."""
     transport: str | Transport
     plans: dict[tuple[int, bool, bool], AttentionPlan] = field(default_factory=dict)
-    """Plans by batch rows, `is_causal` and `spans`; the first call makes one for all layers."""
+    """Plans by number of batch rows, `is_causal` and `spans`. All layers share them."""
     modules: set[int] = field(default_factory=set)
-    """Ids of the modules of the model that runs in the block."""
+    """Ids of the modules in the model that runs in the block."""
     language: torch.nn.Module | None = None
-    """The submodule that is called with this rank's tokens; None means the model itself."""
+    """Submodule that is called with this rank's tokens; None means the model itself."""
     outside: int = 0
-    """Number of running parts that do not see the sequence, such as a tower: they see no block."""
+    """Number of running modules that do not process the sequence, such as a vision tower. While it
+    is above 0, attention runs as if there were no block.
+    """
     noted: list[str] = field(default_factory=list)
-    """Problems of this rank that the next attention call reports to all ranks."""
+    """This rank's problems, which the next attention call reports to all ranks."""
     _transports: dict[tuple[torch.device, str, float], Transport] = field(default_factory=dict)
     _longest: int = 0
     _unsettled: bool = True
 
     @property
     def local(self) -> np.ndarray:
-        """int64 `[1 or B, s]`: places in a row that this rank holds."""
+        """Row indices of this rank's tokens: int64 `[1 or B, s]`."""
         return self.places[:, self.axis.rank]
 
     def cut(self, x: torch.Tensor, dim: int = 1, pad: float = 0.0) -> torch.Tensor:
-        """Return this rank's tokens of a whole `x[..., S, ...]`, S along `dim`; padding is `pad`.
+        """Return this rank's tokens of `x[..., S, ...]`, with S along `dim` and padding `pad`.
 
-        Use it for tensors that are computed for the whole sequence inside the block, such as
-        `inputs_embeds` with image features. It is differentiable. The gradient of `x` is that of
-        this rank's tokens, so sum the gradients of its inputs over the ranks.
+        Use this function for tensors that are computed for the whole sequence inside the block,
+        such as `inputs_embeds` with image features. The function is differentiable. The gradient of
+        `x` covers only this rank's tokens, so sum the gradients of its inputs across ranks.
         """
         if not -x.dim() <= dim < x.dim() or x.shape[dim] != self.length:
             refuse(
                 f"cut expects the {self.length} tokens of the whole sequence along dim {dim}, got "
-                f"{tuple(x.shape)}"
+                f"the shape {tuple(x.shape)}"
             )
         return _part_of(x, dim % x.dim(), self.local, pad)
 
@@ -122,33 +124,33 @@ class ContextParallel:
         scale: float | None = None,
         layer: LayerRule = _PLAIN,
     ) -> torch.Tensor:
-        """Compute attention over all ranks.
+        """Return the attention of this rank's queries to the keys of all ranks.
 
-        `q[B, H, s, D]` and `k, v[B, Hkv, s, D or less]` belong to this rank's tokens, in the
-        order of the buffers; the result is `[B, H, s, D or less]`. With `is_causal`, the mask is
-        that of the documents. Without it, every token attends to its whole document; a branch
-        still attends only to its document's prefix and to itself.
+        `q[B, H, s, D]` and `k, v[B, Hkv, s, D or less]` belong to this rank's tokens, in buffer
+        order; the result is `[B, H, s, D or less]`. With `is_causal`, each document is causal.
+        Without it, every token attends to its whole document; a token of a branch still attends
+        only to the document's prefix and to its branch.
         """
         kind = q.device.type
         held = self.places.shape[2]
-        if torch.is_autocast_enabled(kind):  # torch's own attention would cast too
+        if torch.is_autocast_enabled(kind):  # cast as torch's own attention does
             to = torch.get_autocast_dtype(kind)
             q, k, v = (x if x.dtype == torch.float64 else x.to(to) for x in (q, k, v))
         if q.shape[2] != held or k.shape[2] != held:
             refuse(
                 f"{q.shape[2]} queries and {k.shape[2]} keys, but the buffers have {held} of "
-                f"{self.mask.length} tokens on this rank: every input of the sequence must be "
-                "among "
-                "the buffers; a KV cache (use_cache) and cross attention cannot be sharded"
+                f"{self.mask.length} tokens on this rank: add every input with a sequence "
+                "dimension to the buffers; KV caches (use_cache) and cross attention cannot be "
+                "sharded"
             )
         if len(self.mask.document) not in (1, len(q)):
             refuse(f"{len(q)} batch rows, but document_ids have {len(self.mask.document)}")
-        # A window of the whole sequence or more leaves nothing out.
+        # A window of at least the whole sequence has no effect.
         reach = Reach(*(size if size < self.length else 0 for size in layer.reach))
         if any(reach) and not is_causal:
             refuse(
-                f"a window of {max(reach)} tokens that also look ahead, in a sequence of "
-                f"{self.length}"
+                f"a window of {max(reach)} tokens without a causal mask, in a sequence of "
+                f"{self.length} tokens, is not supported"
             )
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H, s, D] -> [B, s, H, D]
         # Latent attention has narrower values: pad them to the width of the keys.
@@ -173,13 +175,13 @@ class ContextParallel:
         causal: bool = True,
         spans: bool = True,
     ) -> torch.Tensor:
-        """Apply `function(plan, ...)` to `tensors[B, s, ...]` of this rank's tokens.
+        """Return `function(plan, ...)` for `tensors[B, s, ...]` of this rank's tokens.
 
-        The function receives them as rows `[B * s, ...]` in the plan's order, and its result is
-        returned as `[B, s, ...]`. The plan is that of the causal mask, or of the mask without
-        order.
+        The function receives the tensors as rows `[B * s, ...]` in the plan's order. Its result is
+        reordered and returned as `[B, s, ...]`. `causal` and `spans` select the plan, see
+        `BatchMask.plan`.
         """
-        # All ranks raise noted problems together before they exchange anything.
+        # All ranks raise noted problems together before they exchange data.
         batch = len(tensors[0])
         device = tensors[0].device
         self._settle(device)
@@ -202,7 +204,7 @@ class ContextParallel:
     def _orders(
         self, key: tuple[int, bool, bool], device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return indices `[B * s]` from the buffers' order to a plan's order, and back.
+        """Return indices `[B * s]` that convert buffer order to a plan's order, and back.
 
         Return None if both orders are the same.
         """
@@ -210,19 +212,19 @@ class ContextParallel:
         cut = in_batch(self.places, key[0], self.mask.length)[self.axis.rank]
         if np.array_equal(cut, local):
             return None
-        # The rank of each of the plan's tokens by place (argsort twice), and the position in the
-        # buffers of the token with each rank.
+        # Sort the plan's tokens by index: two argsorts give the sorting rank of each. Then look up
+        # the buffer position of the token with that sorting rank.
         rank = np.argsort(np.argsort(local))
         order = np.argsort(cut)[rank]
         return to_device(order, device), to_device(np.argsort(order), device)
 
     def transport_on(self, device: torch.device, dtype: torch.dtype, cap: float = 0.0) -> Transport:
-        """Return the caller's transport, or build one per kernel for `dtype` on `device`."""
+        """Return the caller's transport, or one for `dtype` on `device`, built once per kernel."""
         if not isinstance(self.transport, str):
             if cap:
                 refuse(
                     f"the model has a soft cap of {cap:g}: give transport by its name, not as an "
-                    "object"
+                    "object from select_transport"
                 )
             return self.transport
         key = device, auto_kernel(device.type, dtype), cap
@@ -234,9 +236,9 @@ class ContextParallel:
 
     @contextlib.contextmanager
     def watching(self, model: torch.nn.Module) -> Iterator[None]:
-        """Let attention and states of `model` run in this block, and check its calls."""
+        """Run the attention and states of `model` in this block, and check calls to it."""
         self.modules |= {id(module) for module in model.modules()}
-        # Calls are only checked in transformers models: the arguments of other models are unknown.
+        # Check only calls to transformers models: the arguments of other models are unknown.
         stock = stock_model(model)
         hook = None
         if stock is not None:
@@ -249,13 +251,13 @@ class ContextParallel:
                 hook.remove()
 
     def check_call(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuse a call of a transformers model that would not see the whole sequence.
+        """Raise ValueError for a call to a transformers model that cannot use a sharded sequence.
 
-        Wrong positions are noted, because only this rank can see them.
+        Wrong position ids are noted instead, because only this rank can detect them.
         """
         if self.axis.size == 1:
             return
-        # A model with towers takes the whole sequence, which is sharded before its language model.
+        # A model with towers receives the whole sequence and shards it for its language model.
         cut_later = self.language is not None and module is not self.language
         refuse(*call_problems(module, args, kwargs, None if cut_later else self.places.shape[2]))
         positions = None if cut_later else argument(module, args, kwargs, "position_ids")
@@ -267,18 +269,18 @@ class ContextParallel:
         problem = self.mask.misplaced(values.reshape(-1, *values.shape[-2:]), self.local, images)
         if problem:
             problem += (
-                ": put the position_ids of the whole sequence among the buffers, and give "
-                "document_ids too if they restart"
+                ": add the position_ids of the whole sequence to the buffers, and also give "
+                "document_ids if they restart"
             )
         self.note(problem)
         length = rotary_length(module.config.get_text_config(), int(values.max(initial=0)) + 1)
         self._longest = max(self._longest, length)
 
     def note(self, problem: str) -> None:
-        """Remember a problem with the values of this rank, or "" for none.
+        """Record a problem with this rank's values, or "" for no problem.
 
-        Every rank calls this at the same place. In the next attention call all ranks exchange their
-        problems and raise together: a rank that raised at once would leave the other ranks waiting
+        All ranks call this at the same point. In the next attention call, they exchange their
+        problems and raise together. If a rank raised immediately, the other ranks would wait for it
         in a collective.
         """
         if problem:
@@ -286,14 +288,14 @@ class ContextParallel:
         self._unsettled = True
 
     def _settle(self, device: torch.device) -> None:
-        """Raise one ValueError on every rank with the noted problems of all ranks.
+        """Raise the same ValueError on every rank if any rank has noted a problem.
 
-        Nothing is sent if no rank has called `note` since the last time.
+        Nothing is sent if `note` has not been called since the last time.
         """
         if not self._unsettled:
             return
         kind = device if self.axis.backend == "nccl" else torch.device("cpu")
-        # One message: whether any rank has a problem, the longest and the negated shortest length.
+        # One message: whether any rank has a problem, the maximum length, and the negated minimum.
         values = [bool(self.noted), self._longest, -self._longest]
         mine = torch.tensor(values, dtype=torch.int64, device=kind)
         some, most, least = all_reduce(mine, self.axis, "max").tolist()
@@ -311,19 +313,19 @@ class ContextParallel:
             refuse(
                 "this model's rotary angles depend on the longest position, which is "
                 f"{-least} on one rank and {most} on another (rope type dynamic or longrope): use "
-                "sequences no longer than its original training length"
+                "sequences no longer than the original training length"
             )
 
 
-# The open block of this process, if any. Threads share it, because autograd recomputes layers in
-# another thread.
+# The open block of this process, if any. All threads share it, because autograd recomputes layers
+# in another thread.
 _open: list[ContextParallel] = []
-# Attention layers whose last forward ran in a block.
+# Attention layers whose last forward pass ran in a block.
 _last_in_block: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
 def current_context() -> ContextParallel | None:
-    """Return the open block, or None outside of a block and while a tower runs."""
+    """Return the open block, or None outside a block and while a tower runs."""
     if not _open or _open[0].outside:
         return None
     return _open[0]
@@ -332,19 +334,19 @@ def current_context() -> ContextParallel | None:
 def block_of(module: torch.nn.Module) -> ContextParallel | None:
     """Return the open block in which an attention layer runs, or None.
 
-    Raise ValueError if a layer is recomputed after its block has ended, or if its model was not
-    given to the block.
+    Raise ValueError if the layer is recomputed after its block has ended, or if it does not belong
+    to the block's model.
     """
     block = current_context()
     if block is not None:
         if id(module) not in block.modules:
             refuse(f"{type(module).__name__} does not belong to the model given as model=")
-        # Remember the layer: a recomputation after the block must not run without it.
+        # Remember the layer: its recomputation must not run outside the block.
         _last_in_block.add(module)
     elif not _open and module in _last_in_block:
-        if torch._C._current_graph_task_id() != -1:  # in backward
+        if torch._C._current_graph_task_id() != -1:  # in the backward pass
             refuse(
-                "a layer is recomputed after its block has ended: call backward inside the block"
+                "a layer is recomputed after its block has ended: call backward() inside the block"
             )
         _last_in_block.discard(module)
     return block
@@ -352,43 +354,45 @@ def block_of(module: torch.nn.Module) -> ContextParallel | None:
 
 @dataclass(eq=False)
 class context_parallel(contextlib.AbstractContextManager[ContextParallel]):
-    """A block in which `buffers` contain this rank's tokens, and attention of `model` runs over
-    all ranks of `axis`.
+    """Block in which `buffers` contain this rank's tokens, and `model` attends to all tokens.
 
-    Every rank enters with the same whole sequence; forward and backward belong inside. Blocks
-    cannot be nested. Raise ValueError before any message is sent if the arguments are wrong.
-    Wrong values of positions and masks, which only one rank can see, are raised by all ranks in
-    the next attention call. A block without any attention call also raises: a model that
-    computes attention itself has only seen the tokens of one rank.
+    Every rank of `axis` enters the block with the same whole sequence. The forward and the backward
+    pass must run inside the block, and blocks cannot be nested.
+
+    Raise ValueError for wrong arguments, before any message is sent. For wrong positions or masks,
+    which only one rank can detect, all ranks raise ValueError in the next attention call. A block
+    without attention calls raises ValueError when it ends: the model computed its own attention,
+    and only among the tokens of one rank.
     """
 
     axis: Axis
     _: KW_ONLY
     model: torch.nn.Module | None = None
-    """A transformers model with the registered attention, possibly wrapped (FSDP, DDP); None if the
-    caller calls `attend`.
+    """Transformers model with the registered attention, possibly wrapped (FSDP, DDP); None if the
+    caller uses `attend` directly.
     """
     buffers: Sequence[torch.Tensor]
     """Tensors to shard: token ids, position ids, shifted labels, tables of rotary angles. Inside
-    the block the same objects contain S / ranks tokens; the data is restored at the end, also
-    after an exception."""
+    the block, the same objects contain S / ranks tokens. Their data is restored when the block
+    ends, even after an exception."""
     buffer_seq_dims: Sequence[int]
     """The sequence dimension of each buffer."""
     no_restore_buffers: Collection[torch.Tensor] = ()
     """Buffers that stay sharded after the block."""
     pad_values: Sequence[float] | None = None
-    """Padding values of the buffers, in case the layout needs a longer sequence. No token
-    attends to padding, and its attention is zero. Give labels a value that the loss ignores."""
+    """Padding value of each buffer, in case the layout needs a longer sequence. No token attends to
+    padding, and padding's attention output is zero. For labels, use a value that the loss ignores.
+    """
     document_ids: DocumentIds = None
-    """Int tensor `[B, S]` or `[S]` of the whole sequence, -1 at padding; tokens attend only to
-    their own document. None means that each batch row is one document. A `Metadata` of S (or B *
-    S) tokens adds branches and spans."""
+    """Documents of the whole sequence as int `[B, S]` or `[S]`, -1 at padding. Tokens attend only
+    to their own document. None means that each batch row is one document. A `Metadata` of S (or
+    B * S) tokens can add branches and spans."""
     transport: str | Transport = "p2p"
-    """p2p, all_gather, a2a or kv_exchange, or an object from `select_transport`. Build `a2a+p2p`
-    once with `(A, B)` and pass the object, because it creates process groups."""
+    """p2p, all_gather, a2a or kv_exchange, or an object from `select_transport`. For `a2a+p2p`,
+    which creates process groups, build the object once with sizes `(A, B)` and pass it."""
     layout: str = "zigzag"
-    """contiguous, zigzag, zigzag_document or balanced: how tokens are distributed to ranks. Results
-    do not depend on it."""
+    """Placement of tokens on ranks: contiguous, zigzag, zigzag_document or balanced. It does not
+    affect results."""
 
     def __enter__(self) -> ContextParallel:
         self._block = self._opened()
@@ -401,14 +405,14 @@ class context_parallel(contextlib.AbstractContextManager[ContextParallel]):
     def _opened(self) -> Iterator[ContextParallel]:
         axis, model, buffers, layout = self.axis, self.model, self.buffers, self.layout
         if layout not in LAYOUTS:
-            refuse(f"layout {layout} is unknown; choose {', '.join(LAYOUTS)}")
+            refuse(f"layout {layout} is unknown: choose one of {', '.join(LAYOUTS)}")
         if isinstance(self.transport, str) and self.transport not in TRANSPORTS:
-            refuse(f"transport {self.transport} is unknown; choose {', '.join(TRANSPORTS)}")
+            refuse(f"transport {self.transport} is unknown: choose one of {', '.join(TRANSPORTS)}")
         if _open:
             refuse("a context_parallel block is already open, and blocks cannot be nested")
         pads = [0.0] * len(buffers) if self.pad_values is None else self.pad_values
         if not buffers or not len(buffers) == len(self.buffer_seq_dims) == len(pads):
-            refuse("give buffers, and one buffer_seq_dims and pad_values entry for each")
+            refuse("give buffers, and one buffer_seq_dims and pad_values entry per buffer")
         if any(x.requires_grad for x in buffers):
             refuse(
                 "a buffer requires grad, but its gradient would have a different shape: use cut() "
@@ -417,20 +421,21 @@ class context_parallel(contextlib.AbstractContextManager[ContextParallel]):
         lengths = [x.shape[dim] for x, dim in zip(buffers, self.buffer_seq_dims, strict=True)]
         if len(set(lengths)) > 1:
             refuse(
-                f"buffers differ in length: {', '.join(map(str, lengths))} along buffer_seq_dims"
+                "buffers must have equal lengths along buffer_seq_dims, got "
+                f"{', '.join(map(str, lengths))}"
             )
         length = lengths[0]
         ranks = axis.size
         if model is not None and ranks > 1:
             refuse(*model_problems(model, length))
-        # A single rank keeps the rows as they are.
+        # A single rank does not reorder the rows.
         dealing = LAYOUTS[layout] if ranks > 1 else CONTIGUOUS
         mask = batch_mask(self.document_ids, length).padded(dealing, ranks)
         if mask.length > length and self.pad_values is None:
             refuse(
                 f"layout {layout} cannot distribute {length} tokens over {ranks} ranks, the next "
-                f"length is {mask.length}: give pad_values, one for each buffer, or pad to it with "
-                "document_ids -1"
+                f"valid length is {mask.length}: give one entry of pad_values per buffer, or pad "
+                "the buffers to this length, with -1 in document_ids"
             )
         places = mask.deal(dealing, ranks)
         # Negative dimensions count from the end; `_part_of` expects them from the start.
@@ -440,17 +445,17 @@ class context_parallel(contextlib.AbstractContextManager[ContextParallel]):
         ]
         if len(places) > 1 and any(dim == 0 or len(x) != len(places) for x, dim, _ in triples):
             refuse(
-                f"each buffer must have the {len(places)} batch rows in dim 0, as layout {layout} "
-                "distributes each row of documents differently: expand it, or choose zigzag or "
-                "contiguous"
+                f"each buffer must have the {len(places)} batch rows in dim 0, because layout "
+                f"{layout} distributes each row differently: expand the buffer, or choose the "
+                "layout zigzag or contiguous"
             )
         context = ContextParallel(axis, mask, length, places, self.transport)
-        # Build the transport now, so that a wrong choice is refused before the first call.
+        # Build the transport now, so that an invalid choice raises before the first call.
         context.transport_on(buffers[0].device, torch.get_default_dtype())
         with torch.no_grad():
             parts = [_part_of(x.data, dim, context.local, pad) for x, dim, pad in triples]
-        # The full data is set aside without a copy. Nothing is written to it, so buffers that are
-        # views of the same storage work too.
+        # Keep the full data without a copy. Nothing is written to it, so buffers may also be views
+        # of the same storage.
         whole = []
         for x in buffers:
             # `in` would compare the values of tensors
@@ -467,21 +472,22 @@ class context_parallel(contextlib.AbstractContextManager[ContextParallel]):
             _open.clear()
             for x, full in whole:
                 x.data = full
-        # Every attention call makes or uses a plan, so no plan means no call.
+        # Every attention call uses a plan, so without plans there were no calls.
         if not context.plans:
             refuse(
                 *context.noted,
                 "no attention was called in the block: the model computes attention itself (eager) "
-                "or with a different library, so it only saw the tokens of one rank",
+                "or with another library, and only among the tokens of one rank; use "
+                'attn_implementation="megacp" if the model supports it',
             )
 
 
 def _part_of(x: torch.Tensor, dim: int, places: np.ndarray, pad: float) -> torch.Tensor:
-    """Copy the tokens of `x` at `places[1 or B, s]` along `dim >= 0`, differentiably.
+    """Return a differentiable copy of `x` at indices `places[1 or B, s]` along `dim >= 0`.
 
-    Places past the end of `x` get the value `pad`.
+    Indices past the end of `x` give the value `pad`.
     """
-    if len(places) > 1:  # x [B, ..., S, ...], every row with its own places
+    if len(places) > 1:  # x [B, ..., S, ...], with different indices in each row
         rows = zip(x, places, strict=True)
         return torch.stack([_part_of(row, dim - 1, own[None], pad) for row, own in rows])
     length = x.shape[dim]

@@ -1,9 +1,9 @@
-"""Two rules for a training loop with sharded sequences: shift labels before sharding; sum, then
-divide once.
+"""Helpers for a training loop with sharded sequences: shift labels first, and sum gradients.
 
-The loss of a rank is the sum over its tokens, divided by a number that all ranks know before the
-forward. Gradients are then summed over the ranks without scaling. A mean of means would be wrong if
-ranks have different numbers of labels. The docstring of `context.py` shows such a loop.
+A rank's loss is the sum over its tokens, divided by the number of labels on all ranks, which is
+known before the forward pass. Gradients are then summed across ranks without scaling. A mean of the
+ranks' means would be wrong if ranks have different numbers of labels. The docstring of `context.py`
+shows an example.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _AT_ONCE = 16 << 20
 def shift_labels(
     labels: torch.Tensor, document_ids: torch.Tensor | None = None, ignore_index: int = -100
 ) -> torch.Tensor:
-    """Return labels shifted by one: each token gets the label of the next one in its document.
+    """Return labels shifted by one: each token gets the label of its document's next token.
 
-    The last token of a document gets `ignore_index`. `labels[..., S]` belong to the whole sequence,
-    because a rank's part lacks neighbours. `document_ids[..., S]` broadcasts to `labels` and is -1
-    at padding, which neither predicts nor is predicted.
+    The last token of a document gets `ignore_index`. `labels[..., S]` must cover the whole
+    sequence, because the next token may be on another rank. `document_ids[..., S]` broadcasts to
+    `labels` and is -1 at padding, which has no label and is no token's label.
     """
     shifted = torch.full_like(labels, ignore_index)
     shifted[..., :-1] = labels[..., 1:]
@@ -40,17 +40,17 @@ def shift_labels(
 
 
 def sum_gradients(parameters: Iterable[torch.nn.Parameter], axis: Axis) -> None:
-    """Sum every `.grad` over the axis, in place. All ranks call this after backward.
+    """Sum every `.grad` across the axis, in place. All ranks call this after the backward pass.
 
-    Nothing is divided: the loss was already divided by the number of labels on all ranks. Shards
-    of parameters (DTensors) are summed directly; they must not be sharded over the axis. A
+    Gradients are not divided, because the loss was already divided by the number of labels on all
+    ranks. For DTensors, the local shards are summed; they must not be sharded along the axis. A
     gradient that is None on some ranks counts as zero there; if it is None on all ranks, it stays
     None. Gradients of the same dtype are sent together.
     """
     wanted = [p for p in parameters if p.requires_grad]
     if axis.size == 1 or not wanted:
         return
-    # A parameter may be unused on some ranks: agree on the gradients that exist anywhere.
+    # A parameter may be unused on some ranks, so find out which gradients exist on any rank.
     present = torch.tensor(
         [p.grad is not None for p in wanted], dtype=torch.int32, device=wanted[0].device
     )
@@ -58,7 +58,7 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter], axis: Axis) -> None:
     for p, some in zip(wanted, anywhere, strict=True):
         if some and p.grad is None:
             p.grad = torch.zeros_like(p)
-    # Group the gradients into messages, in the order of the parameters, which all ranks share.
+    # Group the gradients into messages in parameter order, which is the same on all ranks.
     messages: dict[tuple[str, str, int], list[torch.Tensor]] = {}
     elements = 0
     for p in wanted:

@@ -1,10 +1,10 @@
-"""Vision-language models over a sharded sequence: towers see whole images, the language model
-sees this rank's tokens.
+"""Vision-language models on sharded sequences: towers process whole images, the language model
+processes this rank's tokens.
 
-The model itself inserts image features into the embeddings of the whole sequence. The arguments of
-its language model are then sharded. Each rank runs the towers on some whole images, balanced by
-patches. One exchange gives every rank the features of all images, and its backward returns the
-partial gradients, whose sum over ranks is the gradient.
+The model inserts image features into the embeddings of the whole sequence. The arguments of its
+language model are then sharded. Each rank runs the towers on some of the images, balanced by number
+of patches. One exchange gives every rank the features of all images. In its backward pass, the
+exchange sums the gradients of all ranks for each image.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megacp.engine.rows.image_shards import compute_image_shard_boundaries, unit
 from megacp.integrations.context import ContextParallel
 from megacp.integrations.model_rules import model_problems, refuse
 
-# Arguments of language models with a sequence dimension, and that dimension.
+# Language model arguments with a sequence dimension, and that dimension.
 _TOKENS = {
     "inputs_embeds": 1,
     "attention_mask": 1,
@@ -33,9 +33,9 @@ _TOKENS = {
     "input_ids": 1,
 }
 _TOKENS["per_layer_inputs"] = 1  # of Gemma 4
-# Arguments that may have the same length by chance, or that the caller's block shards.
+# Arguments that may have this length by chance, or that the caller's block shards.
 _OTHERS = ("deepstack_visual_embeds", "labels", "shift_labels")
-# Methods that compute features, and their possible arguments: images in dim 0, or concatenated
+# Methods that compute features, with their supported arguments: images in dim 0, or concatenated
 # patches with grids.
 _OF_TOWERS = {
     "get_image_features": [["pixel_values"], ["pixel_values", "image_grid_thw"]],
@@ -47,41 +47,41 @@ _OF_TOWERS = {
 def cut_multimodal(
     model: torch.nn.Module, context: ContextParallel, vision: str = "sharded"
 ) -> Iterator[None]:
-    """Let calls of `model` take the whole sequence, and shard it for the language model.
+    """Shard the inputs of the language model in `model`, which is called with the whole sequence.
 
     * `model`: a transformers model with a language model (`get_decoder()`) and towers, such as
       Qwen2.5-VL, Qwen3-VL, Gemma 3 or LLaVA.
     * `context`: the open block. If the tokens of an image attend to each other, its `document_ids`
-      must be a `Metadata` with these spans; otherwise such a model is refused.
+      must be a `Metadata` with these spans; otherwise calls raise ValueError.
     * `vision`: with `sharded`, each rank runs the towers on some of the images, if that is exact. A
-      rank without images runs the smallest one and discards the result, because ranks that share
-      weights must meet in every layer. With `replicated`, all ranks run all images.
+      rank without images runs the smallest image and discards the result, because FSDP ranks must
+      all run every layer. With `replicated`, all ranks run all images.
 
-    Raise ValueError for a model without these parts, and for an unknown argument of the language
-    model with a sequence dimension.
+    Raise ValueError if the model lacks these parts, or if its language model receives an unknown
+    argument with a sequence dimension.
     """
     parts = find_towers(model)
     if parts is None:
         raise ValueError(
-            f"{type(model).__name__} has no towers next to a language model: call it in the block "
-            "directly"
+            f"{type(model).__name__} has no towers in addition to a language model: call it in "
+            "the context_parallel block without cut_multimodal"
         )
     language, towers = parts
-    # The module that contains the language model also computes the image features.
+    # The module that directly contains the language model also computes the image features.
     owner = model
     for module in model.modules():
         if any(child is language for child in module.children()):
             owner = module
             break
     if vision not in ("sharded", "replicated"):
-        refuse(f"vision is {vision}; choose sharded or replicated")
+        refuse(f"vision is {vision}: choose sharded or replicated")
 
     def cut(
         module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
         return args, _cut_arguments(context, kwargs)
 
-    # A tower sees whole images, so its attention must find no open block.
+    # A tower processes whole images, so its attention must not use the open block.
     def enter(*_: Any) -> None:
         context.outside += 1
 
@@ -99,9 +99,9 @@ def cut_multimodal(
         stack.callback(
             language.register_forward_pre_hook(context.check_call, with_kwargs=True).remove
         )
-        # The context counts running submodules, because they are nested.
+        # The context counts running modules, because hooks of nested modules are nested too.
         for tower in towers:
-            # Every submodule gets the hooks, because recomputation may call it on its own.
+            # Every submodule gets the hooks, because recomputation may call it separately.
             for module in tower.modules():
                 stack.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
                 stack.callback(module.register_forward_hook(leave, always_call=True).remove)
@@ -116,16 +116,17 @@ def cut_multimodal(
 
 
 def find_towers(model: torch.nn.Module) -> tuple[torch.nn.Module, list[torch.nn.Module]] | None:
-    """Return the language model, and its siblings on the path from `model` except output heads.
+    """Return the language model and the towers of `model`.
 
-    Return None if the model has no language model or no such siblings.
+    Towers are the siblings of all modules on the path to the language model, except output heads.
+    Return None if there is no language model or no tower.
     """
     stock: Any = model
     language = stock.get_decoder() if hasattr(model, "get_decoder") else None
     path = next((name for name, module in model.named_modules() if module is language), "")
     if not path:
         return None
-    # Output heads run after the language model, on this rank's tokens, so they are not towers.
+    # Output heads are not towers: they run after the language model, on this rank's tokens.
     head = stock.get_output_embeddings()
     towers = []
     here = model
@@ -138,10 +139,10 @@ def find_towers(model: torch.nn.Module) -> tuple[torch.nn.Module, list[torch.nn.
 
 
 def told_apart(owner: torch.nn.Module, towers: Sequence[torch.nn.Module]) -> bool:
-    """Whether images can be distributed over ranks.
+    """Return whether images can be distributed across ranks.
 
-    The methods must accept images one by one, and the features of an image must not depend on other
-    images (as with batch norms).
+    The methods must accept any subset of the images, and an image's features must not depend on
+    other images (as they do with batch norms).
     """
     for name, known in _OF_TOWERS.items():
         if not hasattr(owner, name):
@@ -162,17 +163,16 @@ def _sharded_features(
     grid: torch.Tensor | None = None,
     **options: Any,
 ) -> Any:
-    """Compute the features of this rank's images and gather those of the other ranks.
+    """Compute the features of this rank's images, and return the features of all images.
 
-    This replaces the method `name` of a model, whose original is `stock`. `pixels` is `[images,
-    ...]`, or `[patches, ...]` with `grid[images, 3]`. The result equals `stock` for all
-    images.
+    This function replaces the method `name` of a model and returns the same result as the original,
+    `stock`. `pixels` is `[images, ...]`, or `[patches, ...]` with `grid[images, 3]`.
     """
     grids = () if grid is None else (grid,)
     # Options that describe all images (image_..., video_...) cannot be distributed.
     prefix = name.split("_")[1] + "_"
     whole = any(key.startswith(prefix) and x is not None for key, x in options.items())
-    # One method may call the other: then the images are distributed already.
+    # One method may call the other; then the images are already distributed.
     if context.outside or whole or len(pixels) == 0:
         return stock(pixels, *grids, **options)
     sizes = [1] * len(pixels)  # patches of each image
@@ -195,17 +195,17 @@ def _sharded_features(
     parts = [torch.cat(tuple(layer)) for layer in layers]  # [tokens, H] each, images concatenated
     tokens = len(parts[0])
     same_tokens = all(len(part) == tokens for part in parts)
-    # The number of tokens of other ranks' images is only known if it is proportional to patches.
+    # Token counts of other ranks' images are known only if they are proportional to patch counts.
     proportional = all(size * tokens % len(own) == 0 for size in sizes)
     if not same_tokens or not proportional:
         refuse(
-            f"{len(own)} patches became {tokens} tokens, which is not proportional for all images: "
-            "give vision='replicated'"
+            f"{len(own)} patches became {tokens} tokens, but the images' numbers of tokens are not "
+            "proportional to their numbers of patches: use vision='replicated'"
         )
     counts = [size * tokens // len(own) for size in sizes]  # tokens of each image
     rows = torch.cat(parts, -1)  # [tokens, sum of H]: one exchange for all layers
     if not shares[axis.rank]:
-        rows = rows[:0]  # the smallest image was only run to meet the other ranks
+        rows = rows[:0]  # the smallest image ran only so that this rank takes part in every layer
     tokens_per_rank = [sum(counts[share.start : share.stop]) for share in shares]
     every = gather_uneven(rows, axis, tokens_per_rank)  # [tokens of all images, sum of H]
     widths = [part.shape[-1] for part in parts]
@@ -219,9 +219,9 @@ def _sharded_features(
 
 
 def image_shares(sizes: Sequence[int], ranks: int) -> list[range]:
-    """Return the images of each rank, in order and balanced by their patches `sizes`.
+    """Return the consecutive images of each rank, balanced by their numbers of patches, `sizes`.
 
-    The last ranks may have none.
+    The last ranks may have no images.
     """
     ends = np.cumsum(sizes)
     table = compute_image_shard_boundaries(ends, ends, ranks)
@@ -229,17 +229,20 @@ def image_shares(sizes: Sequence[int], ranks: int) -> list[range]:
 
 
 def _cut_arguments(context: ContextParallel, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a language model for this rank's tokens only."""
+    """Return the arguments of a language model, with only this rank's tokens."""
     whole = context.length
     for name, x in kwargs.items():
         known = name in _TOKENS or name in _OTHERS
         if isinstance(x, torch.Tensor) and not known and whole in x.shape:
-            refuse(f"{name} of the language model has an unknown sequence dimension")
+            refuse(
+                f"{name} of the language model has a dimension as long as the sequence, but it is "
+                "unknown whether to shard it: this model is not supported"
+            )
     embeds = kwargs.get("inputs_embeds")
     if embeds is None:
         embeds = kwargs["input_ids"]
     found = dict(kwargs)
-    if found.get("position_ids") is None:  # the model would number the tokens of this rank
+    if found.get("position_ids") is None:  # the model would number this rank's tokens from 0
         positions = torch.arange(whole, device=embeds.device)
         found["position_ids"] = positions.repeat(embeds.shape[0], 1)
     for name, dim in _TOKENS.items():
@@ -247,7 +250,7 @@ def _cut_arguments(context: ContextParallel, kwargs: dict[str, Any]) -> dict[str
         if not isinstance(x, torch.Tensor):
             continue
         if name == "position_ids":
-            # A single row may represent all rows, which can be sharded differently.
+            # A single row may represent all rows, but each row may be sharded differently.
             x = x.expand(*x.shape[:-2], len(embeds), -1)
             if x.dim() == 3:  # [axes, B, S], such as time, height and width
                 found[name] = torch.stack([context.cut(axis) for axis in x])
@@ -256,7 +259,7 @@ def _cut_arguments(context: ContextParallel, kwargs: dict[str, Any]) -> dict[str
     mask = kwargs.get("visual_pos_masks")
     features = kwargs.get("deepstack_visual_embeds")
     if mask is not None and features is not None:
-        # [B, S]: the row of the features that belongs to each image token
+        # [B, S]: the index of each image token's row in the features
         number = (mask.flatten().cumsum(0) - 1).view_as(mask)
         rows = context.cut(number)[found["visual_pos_masks"]]
         found["deepstack_visual_embeds"] = [x[rows] for x in features]

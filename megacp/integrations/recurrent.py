@@ -1,9 +1,9 @@
-"""Replacement of functions in transformers layers that have a state or a short convolution.
+"""Replacement of functions that transformers layers with a state or a short convolution call.
 
-A layer calls the convolution and the state rule (gated delta, Mamba-2) of its own module by name.
-While a block is open, these names refer to functions that know the documents and the rank of the
-previous tokens. The library's own functions, without its CUDA packages, continue from one packed
-document to the next.
+A layer calls its convolution and its state rule (gated delta, Mamba-2) as global functions of the
+module that defines it. While a block is open, these names refer to functions that reset the state
+between documents and receive it from the rank with the preceding tokens. Without its CUDA packages,
+the library's own functions carry the state from one packed document into the next.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megacp.attention.ops.recurrence import gated_delta_rule, state_space_dual
 from megacp.distributed.grid import Axis
 from megacp.integrations.model_rules import refuse, stock_model
 
-# The type of `ContextParallel.along`, which runs a function on rows in the plan's order.
+# The type of `ContextParallel.along`, which applies a function to rows in the plan's order.
 Along = Callable[..., torch.Tensor]
 
 
@@ -37,13 +37,13 @@ def _convolution(
     activation: str | None = None,
     **_: Any,
 ) -> torch.Tensor:
-    """Replace `causal_conv1d_fn`: convolve `x[B, C, s]` with `weight[C, taps]`."""
+    """Return `x[B, C, s]` convolved with `weight[C, taps]`, like `causal_conv1d_fn`."""
 
     def of_rows(plan: AttentionPlan, rows: torch.Tensor) -> torch.Tensor:
         return short_convolution(rows.to(weight.dtype), weight, plan, axis)
 
     if activation not in (None, "silu", "swish"):
-        refuse(f"a convolution followed by {activation} is not supported")
+        refuse(f"a convolution followed by {activation} is not supported, only silu or swish")
     out = along(of_rows, x.transpose(1, 2))  # [B, s, C]
     if bias is not None:
         out = out + bias
@@ -62,7 +62,7 @@ def _delta_rule(
     beta: torch.Tensor,
     **more: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Replace `torch_chunk_gated_delta_rule`.
+    """Return the result of `torch_chunk_gated_delta_rule`, and None for the final state.
 
     Shapes: `query, key[B, s, groups, K]`, `value[B, s, heads, V]`, `g, beta[B, s, heads]`.
     """
@@ -73,7 +73,7 @@ def _delta_rule(
     if more.get("initial_state") is not None or more.get("output_final_state"):
         refuse("a cache of states (use_cache) cannot be sharded")
     if not more.get("use_qk_l2norm_in_kernel"):
-        refuse("a gated delta rule without normalised queries and keys is not supported")
+        refuse("the gated delta rule is supported only with normalised queries and keys")
     return along(of_rows, query, key, value, g, beta), None
 
 
@@ -87,10 +87,11 @@ def _state_space(
     c: torch.Tensor,
     **more: Any,
 ) -> torch.Tensor:
-    """Replace `mamba2_chunk_scan`.
+    """Return the result of `mamba2_chunk_scan`.
 
-    Shapes: `x[B, s, heads, V]`, `dt[B, s, heads]`, `rate[heads]` and `b, c[B, s, groups, K]` (A, B
-    and C in the library). D is the share of x that is added to the output.
+    Shapes: `x[B, s, heads, V]`, `dt[B, s, heads]`, `rate[heads]` and `b, c[B, s, groups, K]`. The
+    library calls `rate`, `b` and `c` A, B and C. D, if given, scales x before it is added to the
+    output.
     """
     if more.get("initial_states") is not None or more.get("return_final_states"):
         refuse("a cache of states (use_cache) cannot be sharded")
@@ -107,7 +108,7 @@ def _state_space(
     def of_rows(plan: AttentionPlan, *rows: torch.Tensor) -> torch.Tensor:
         return move_states(state_space_dual, plan, axis, *rows)
 
-    # Mamba-2 as linear attention: C reads, B writes, x * dt is the value, and rate * dt the decay.
+    # Mamba-2 as linear attention: C is the query, B the key, x * dt the value, rate * dt the decay.
     read = along(of_rows, c, b, x * dt.unsqueeze(-1).to(x.dtype), rate * dt)
     passed = more.get("D")
     if passed is None:
@@ -116,13 +117,13 @@ def _state_space(
 
 
 def _not_fused(along: Along, axis: Axis, *_: Any, **__: Any) -> None:
-    """Replace `mamba2_split_conv1d_scan_combined`, a whole layer in one call.
+    """Return None in place of `mamba2_split_conv1d_scan_combined`, a whole layer in one call.
 
     None makes the layer call the separate functions above.
     """
 
 
-# Names of functions in the library's modules, and our replacements.
+# Replacements by the name of the function in the library's modules.
 _OURS: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": _convolution,
     "torch_chunk_gated_delta_rule": _delta_rule,
@@ -133,11 +134,12 @@ _OURS: dict[str, Callable[..., Any]] = {
 
 @contextlib.contextmanager
 def ours_in(model: torch.nn.Module, along: Along, axis: Axis) -> Iterator[None]:
-    """Replace the functions in the library's modules that define layers of `model`.
+    """Replace the library's functions in the modules that define the layers of `model`.
 
-    The model also runs without a cache. Everything is restored at the end.
+    In the context, the model also runs without a cache. All changes are undone at the end.
     """
-    stock: list[tuple[dict[str, Any], dict[str, Any]]] = []  # a module's names, and the original
+    # namespace of each Python module, and its original functions
+    stock: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for name in dict.fromkeys(type(layer).__module__ for layer in model.modules()):
         home = vars(sys.modules[name])
         found = {function: home[function] for function in _OURS if function in home}
@@ -146,14 +148,14 @@ def ours_in(model: torch.nn.Module, along: Along, axis: Axis) -> Iterator[None]:
     if not stock:
         yield
         return
-    # Older versions copied the functions to attributes of the layers.
+    # Older versions of transformers store the functions as attributes of the layers.
     kept = {name.removeprefix("torch_") for name in _OURS}
     if any(kept & vars(layer).keys() for layer in model.modules()):
         refuse(
-            "this version of transformers stores the functions in each layer, where they cannot be "
-            "replaced: install 5.21 or newer"
+            "this version of transformers stores recurrent functions in each layer, where they "
+            "cannot be replaced: install transformers 5.21 or newer"
         )
-    # Replace the names that the layers look up, and restore them when the block ends.
+    # Replace the functions that the layers look up, and restore them when the block ends.
     for home, found in stock:
         for function in found:
             ours = functools.partial(_OURS[function], along, axis)
@@ -171,5 +173,5 @@ def ours_in(model: torch.nn.Module, along: Along, axis: Axis) -> Iterator[None]:
 def _without_cache(
     module: torch.nn.Module, args: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """Switch the cache off: configs enable it in training too."""
+    """Return the arguments with the cache disabled; configs enable it even for training."""
     return args, {**kwargs, "use_cache": False}

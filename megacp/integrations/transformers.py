@@ -1,8 +1,8 @@
-"""Attention and mask functions of transformers models under `context_parallel`, under one name.
+"""Attention and mask functions for transformers models, registered under one name.
 
-In a block, attention is that of the block. No S x S mask is built; the mask function gives a layer
-at most its `Reach`. Outside of a block both functions are the library's `sdpa`, so the same model
-can evaluate and generate.
+In a `context_parallel` block, the attention function uses the block's mask and ranks. No S x S mask
+is built: the mask function returns at most the layer's `Reach`. Outside a block, both functions are
+the library's `sdpa`, so the same model can evaluate and generate.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from megacp.attention.ops.mask import Reach
 from megacp.integrations.context import ContextParallel, LayerRule, block_of, current_context
 from megacp.integrations.model_rules import refuse
 
-# Arguments of models whose attention is more than softmax(q k) v; `sdpa` would ignore them.
+# Arguments of models whose attention is not softmax(q k) v. They are never supported, and `sdpa`
+# would ignore them.
 _NOWHERE = {
-    "sinks": "sinks of each token",
+    "sinks": "per-token sinks",
     "indices": "indexed attention",
     "block_indices": "indexed attention",
 }
-# Arguments that a block supports and `sdpa` does not.
+# Arguments that are supported in a block but not by `sdpa`.
 _NO_SDPA = {"s_aux": "attention sinks", "softcap": "a soft cap"}
-# Arguments that `sdpa` supports for a whole sequence and a block does not.
+# Arguments that `sdpa` supports for a whole sequence but a block does not.
 _NOT_SHARDED = ("position_bias", "cache", "cu_seq_lens_q", "cu_seq_lens_k", "output_attentions")
 _OVERLAY = (
-    "this model adds its own mask to the causal one (images whose tokens attend to each other, "
-    "prefixes): give context_parallel a Metadata with these spans as document_ids"
+    "this model adds its own mask to the causal mask (for image tokens that attend to each other, "
+    "or for prefixes): give context_parallel a Metadata with these spans as document_ids"
 )
 
 
 def register_with_transformers(name: str = "megacp") -> str:
     """Register `attn_implementation=name` with transformers, and return `name`.
 
-    Calling it again changes nothing. In a `context_parallel` block, `document_ids` define the
-    packed documents, and `position_ids` only define rotary angles. The block refuses the
-    following with a ValueError: masks with zeros that are not its padding, windows that also
-    look ahead, position biases, KV caches, and additions to the causal mask without a
-    `Metadata`.
+    Repeated calls have no effect. In a `context_parallel` block, `document_ids` define the packed
+    documents, and `position_ids` define only rotary angles. Calls in a block raise ValueError for
+    attention masks that differ from the block's padding, windows that look ahead, position biases,
+    KV caches, and additions to the causal mask without a `Metadata`.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -47,7 +47,7 @@ def register_with_transformers(name: str = "megacp") -> str:
     return name
 
 
-# A compiled graph breaks here: plans and messages are neither traced nor compiled.
+# torch.compile breaks the graph here: plans and messages cannot be traced.
 @torch.compiler.disable
 def attention(
     module: torch.nn.Module,
@@ -57,10 +57,11 @@ def attention(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute the attention of a layer, in the interface of transformers.
+    """Compute a layer's attention, with the signature that transformers expects.
 
-    `query[B, H, s, D]` and `key, value[B, Hkv, s, D]` give `[B, s, H, D]`, without weights.
-    `attention_mask` comes from `_mask`.
+    Return `[B, s, H, D]` for `query[B, H, s, D]` and `key, value[B, Hkv, s, D]`, and None for the
+    attention weights. `attention_mask` comes from `_mask`. Raise ValueError for options that this
+    attention does not support.
     """
     context = block_of(module)
     refused: dict[str, str] = dict(_NOWHERE)
@@ -87,20 +88,20 @@ def attention(
             f"attention dropout {kwargs['dropout']:g} is not supported: set it to 0 in the model's "
             "config"
         )
-    window = kwargs.get("sliding_window") or 0  # some configs have 0 instead of None
+    window = kwargs.get("sliding_window") or 0  # some configs use 0 instead of None
     rule = getattr(getattr(module, "config", None), "use_bidirectional_attention", None)
-    spans = rule != "vision" or window > 0  # in Gemma 4 only the local layers have spans
+    spans = rule != "vision" or window > 0  # in Gemma 4, only local layers have spans
     reach = Reach(window)
     if attention_mask is not None:
-        # `_mask` returns a Reach as int64 [1, 1, 1, 2]. Any other mask is the caller's.
+        # `_mask` returns a Reach as int64 [1, 1, 1, 2]. Any other mask comes from the caller.
         if attention_mask.dtype != torch.int64 or attention_mask.shape != (1, 1, 1, 2):
             refuse(
-                f"attn_mask {tuple(attention_mask.shape)} belongs to the tokens of one rank: give "
-                "document_ids instead"
+                f"attn_mask {tuple(attention_mask.shape)} covers only the tokens of one rank: give "
+                "context_parallel document_ids instead"
             )
         reach = Reach(*attention_mask.flatten().tolist())
     elif 0 < window < context.length and not context.mask.whole_rule:
-        # (A whole rule, such as Gemma 3's with images, contains the window.)
+        # A whole rule, such as Gemma 3's with images, already includes the window.
         refuse(f"{type(module).__name__} needs a window of {window} tokens, but its mask has none")
     is_causal = kwargs.get("is_causal")
     if is_causal is None:
@@ -116,11 +117,10 @@ attention.is_sharded = True
 
 @torch.compiler.disable
 def _mask(batch_size: int, q_length: int, kv_length: int, **kwargs: Any) -> torch.Tensor | None:
-    """Return the library's mask outside of a block; in a block, return the layer's window.
+    """Return the library's mask outside a block, and the layer's `Reach` inside a block.
 
-    In a block the mask of the block applies, and other rules of the model are refused. The
-    result is None or a `Reach` as int64 `[1, 1, 1, 2]`, a shape that models do not slice like a
-    mask.
+    Inside a block, the block's mask applies, and any other mask raises ValueError. The result is
+    None or a `Reach` as int64 `[1, 1, 1, 2]`, a shape that models do not slice like a mask.
     """
     from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
 
@@ -129,8 +129,8 @@ def _mask(batch_size: int, q_length: int, kv_length: int, **kwargs: Any) -> torc
         return sdpa_mask(batch_size=batch_size, q_length=q_length, kv_length=kv_length, **kwargs)
     if kv_length != q_length:
         refuse(
-            f"{q_length} queries and {kv_length} keys: a KV cache and cross attention cannot be "
-            "sharded, and an attention_mask of the whole sequence must be among the buffers"
+            f"{q_length} queries and {kv_length} keys: KV caches and cross attention cannot be "
+            "sharded, and an attention_mask of the whole sequence must be in the buffers"
         )
     if kwargs.get("attention_mask") is not None:
         context.note(_padding_problem(context, kwargs["attention_mask"]))
@@ -142,8 +142,8 @@ def _mask(batch_size: int, q_length: int, kv_length: int, **kwargs: Any) -> torc
     ):
         if kwargs.get("use_vmap", False):
             refuse(_OVERLAY)
-        # Neither causal nor packed masks let a token see the next one. If this function does, it
-        # adds a rule of its own.
+        # With causal and packed masks, no token attends to the next one. If one does here, the
+        # model adds its own rule.
         q = torch.arange(q_length - 1, device=kwargs.get("device", "cpu"))
         rows = torch.arange(batch_size, device=q.device)[:, None]
         overlaid = torch.as_tensor(
@@ -156,9 +156,10 @@ def _mask(batch_size: int, q_length: int, kv_length: int, **kwargs: Any) -> torc
         return None
     if context.mask.span.any():
         refuse(
-            f"spans that may exceed a window of {size} tokens, in a sequence of {context.length}"
+            f"spans may exceed a window of {size} tokens, in a sequence of {context.length} "
+            "tokens, which is not supported"
         )
-    # The library does not say whether the size is that of chunks or of a window.
+    # The library uses `local_size` both for chunks and for windows.
     chunk = getattr(config, "attention_chunk_size", None)
     window = getattr(config, "sliding_window", None)
     reach = Reach(window=size)
@@ -168,15 +169,14 @@ def _mask(batch_size: int, q_length: int, kv_length: int, **kwargs: Any) -> torc
 
 
 def _padding_problem(context: ContextParallel, attention_mask: torch.Tensor) -> str:
-    """Return "" if `attention_mask[B, s]` has zeros exactly at the block's padding, else a
-    problem.
-    """
+    """Return a problem if `attention_mask[B, s]` differs from the block's padding, else ""."""
     given = attention_mask.cpu().bool().numpy()
     document = context.mask.document
     if given.all():
         return ""
     if given.shape[1] == context.length:
-        # The whole mask: of a model with towers, which is sharded later, or of a single rank.
+        # The mask covers the whole sequence: a model with towers shards it later, or there is only
+        # one rank.
         real = document[:, : context.length] >= 0
     else:
         real = context.mask.of(document, context.local) >= 0
@@ -184,6 +184,6 @@ def _padding_problem(context: ContextParallel, attention_mask: torch.Tensor) -> 
         return ""
     return (
         f"attention_mask {given.shape} has {int((~given).sum())} zeros that do not match this "
-        "rank's padding in document_ids: put it among the buffers, and give context_parallel "
-        "document_ids with -1 at padding"
+        "rank's padding in document_ids: add attention_mask to the buffers, and give "
+        "context_parallel document_ids with -1 at padding"
     )

@@ -1,7 +1,7 @@
-"""Search for the fastest layout of a model on a number of GPUs.
+"""Search for a model's fastest parallel layout on a given number of GPUs.
 
-`search` tries all valid layouts, and an `Answer` describes the best of them. No other package
-imports this one.
+`search` tries all valid parallel layouts, and an `Answer` describes the best of them. No other
+package imports this one.
 """
 
 from megacp.public import exports

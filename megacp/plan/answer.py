@@ -1,6 +1,6 @@
-"""The answer of a plan: the best layouts, why other layouts lose, and what would make a layout fit.
+"""The planner's answer: the best layouts, why others are slower, and what would make one fit.
 
-The same answer is printed as text or JSON, and drawn as a page (picture.py).
+The same answer is printed as text or JSON, or drawn as an HTML page (picture.py).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megacp.plan.search import (
 )
 from megacp.storage.wording import human_count
 
-# Characters of a full bar, and of a line of text. A terminal has 80 columns unless it is enlarged.
+# Numbers of characters in a full bar and in a line; a terminal has 80 columns by default.
 _BAR = 50
 _LINE = 79
 # A space at which textwrap does not break a line.
@@ -43,33 +43,33 @@ _FASTER = 0.0005
 
 @dataclass(frozen=True)
 class Shown:
-    """One of the best layouts, as it is shown."""
+    """One of the best layouts, with the figures to print."""
 
     layout: Candidate
     name: str
     tokens: float
-    """Tokens per second and GPU."""
+    """Tokens per second per GPU."""
     utilisation: float
-    """Model FLOPs over the peak FLOPs of the GPUs."""
+    """Model FLOPs of a step, as a fraction of the GPUs' peak FLOPs in that time."""
     verdict: str
     behind: str
-    """Why it is not the first layout."""
+    """Why the layout is not the first; empty for the first one."""
 
     @property
     def phase(self) -> str:
-        """The phase of a step in which its fullest rank needs most memory."""
+        """The phase of a step in which the fullest rank needs the most memory."""
         peaks = self.layout.memory.peaks
         return max(peaks, key=lambda name: peaks[name])
 
     @property
     def gib(self) -> dict[str, float]:
-        """Memory of that rank in that phase by kind, in GiB."""
+        """GiB of the fullest rank in this phase, by kind of memory."""
         return {name: getattr(self.layout.memory, name) / 2**30 for name in PHASES[self.phase]}
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The layouts that were found for a configuration with `given` fields on `world_size` GPUs."""
+    """Layouts found for a configuration on `world_size` GPUs; `given` fields are not changed."""
 
     config: RunConfig
     world_size: int
@@ -77,23 +77,25 @@ class Answer:
     hardware: Hardware
     sample: PackSample
     problems: Callable[[RunConfig], list[str]] = no_problems
-    """Returns the reasons why this machine cannot run a layout; no reasons for another machine."""
+    """Function that returns why this machine cannot run a layout; for another machine, the list is
+    empty.
+    """
     keeps_dtype: bool = False
-    """Whether the dtype stays although no flag sets it."""
+    """Whether to keep the dtype although no flag sets it."""
     kept: Candidate | None = None
-    """The layout of a resumed run, if the run keeps it."""
+    """The checkpoint's layout, if a resumed run keeps it."""
     note: str = ""
     """A sentence about the layout of a resumed run, or ""."""
 
     @functools.cached_property
     def found(self) -> list[Candidate]:
-        """Layouts in the order of `search`, or only the kept one."""
+        """Layouts as sorted by `search`, or only the kept layout."""
         if self.kept is not None:
             return [self.kept]
         return self._search(self.given)
 
     def _fixed(self, given: Set[str]) -> Set[str]:
-        """Return the fields that a search must not change, for these given fields."""
+        """Return the fields that a search must not change: `given`, and the dtype if it is kept."""
         return given | {"dtype"} if self.keeps_dtype else given
 
     def _search(self, given: Set[str]) -> list[Candidate]:
@@ -104,8 +106,8 @@ class Answer:
 
     def refusal(self) -> str:
         """Explain why no layout is valid, and suggest fewer ranks or a flag to remove."""
-        head = f"no layout of {self.world_size} ranks allows these flags"
-        # The largest smaller number of ranks with a valid layout.
+        head = f"no parallel layout of {self.world_size} ranks allows these flags"
+        # Find the next smaller number of ranks with a valid layout.
         for ranks in range(self.world_size - 1, 0, -1):
             found = layouts(self.config, ranks, self._fixed(self.given))
             if any(not check(one, ranks) and not self.problems(one) for one, _ in found):
@@ -118,8 +120,8 @@ class Answer:
 
     @functools.cached_property
     def best(self) -> list[Shown]:
-        """The first layouts, with the figures that are shown."""
-        # Every layout trains the same global batch, so tokens per second only depend on its time.
+        """The first `BEST` layouts, with the figures to print."""
+        # All layouts train the same global batch, so only the time differs.
         tokens = self.config.training.global_batch_size * self.config.data.seq_length
         tokens_per_gpu = tokens / self.world_size
         shown = []
@@ -136,30 +138,30 @@ class Answer:
         return shown
 
     def _utilisation(self, layout: Candidate) -> float:
-        """Return the FLOPs of a step, as a share of the peak FLOPs of the GPUs in its time."""
+        """Return the FLOPs of a step, as a fraction of the GPUs' peak FLOPs in its time."""
         work = sum(step_work(layout.config, self.sample))
         return work / layout.time.total / self.world_size / self.hardware.peak
 
     def heading(self) -> list[str]:
-        """Return lines with the question, and with the source of the times."""
+        """Return lines that state the question, the source of the times, and the note, if any."""
         size = human_count(costs.run_parameters(self.config))
         question = (
-            f"{size} parameters on {self.world_size:,} GPUs of {self.hardware.memory:.4g} GiB, "
-            f"rows of {self.config.data.seq_length:,} tokens with {self.sample.area:.2f} of the "
-            "attention of a causal document"
+            f"{size} parameters on {self.world_size:,} GPUs with {self.hardware.memory:.4g} GiB, "
+            f"rows of {self.config.data.seq_length:,} tokens with {self.sample.area:.2f} times the "
+            "attention of one causal document"
         )
         source = self.hardware.source
-        # Rates were measured in one dtype. Say so if the run computes in another.
+        # Rates were measured in one dtype. Add a warning if the run uses another.
         dtype = self.found[0].config.training.dtype
         if dtype != self.hardware.dtype:
-            source += f"; they are of {self.hardware.dtype}, not {dtype}"
+            source += f"; they hold for {self.hardware.dtype}, not {dtype}"
         lines = [question, source]
         if self.note:
             lines.append(self.note)
         return lines
 
     def rows(self) -> list[list[str]]:
-        """Return the table of the best layouts, with its header first."""
+        """Return the table of the best layouts; the first row is the header."""
         header = "|layout|s/step|tokens/s/GPU|MFU|GiB|fits|lost to|compared with 1"
         rows = [header.split("|")]
         for place, one in enumerate(self.best, 1):
@@ -178,14 +180,14 @@ class Answer:
         return rows
 
     def changes(self) -> list[str]:
-        """Return changes that would make a layout fit, if none does."""
+        """Return changes that would make a layout fit, for a plan in which none fits."""
         freed = []
         for name, layout in self.freed():
             freed.append(f"without {flag(name)}: {words(layout.config, self.world_size)}")
         return freed + larger(self.found, self.world_size, self.hardware)
 
     def freed(self) -> list[tuple[str, Candidate]]:
-        """Return the flags whose removal lets a layout fit, each with that layout."""
+        """Return the flags whose removal makes a layout fit, each with that layout."""
         found = []
         # Search again without each flag that fixes a field of the layout.
         for name in sorted(fields_chosen(self.config) & self.given):
@@ -195,17 +197,17 @@ class Answer:
         return found
 
     def longest(self) -> str:
-        """Return a sentence about the longest rows that fit under the first layout."""
+        """Return a sentence about the longest rows that fit with the first layout."""
         tokens = longest_row(self.found[0], self.world_size, self.hardware)
         if tokens >= most_tried(self.config):
-            return f"Rows of {tokens:,} tokens fit under 1, longer ones were not tried"
+            return f"Rows of {tokens:,} tokens fit with layout 1; longer rows were not tried"
         if tokens == 0:
-            return "No row fits under 1"
-        return f"Rows of about {tokens:,} tokens fit under 1, longer ones do not"
+            return "No row fits with layout 1"
+        return f"Rows of about {tokens:,} tokens fit with layout 1; longer rows do not"
 
 
 def behind(layout: Candidate, best: Candidate, hardware: Hardware) -> str:
-    """Return why a layout is not the first: its memory, or the time that grows most.
+    """Return why a layout is not the first: its extra memory, or the time that grows the most.
 
     A layout that is faster than the first one starts with that. Return "" for the first layout.
     """
@@ -223,7 +225,7 @@ def behind(layout: Candidate, best: Candidate, hardware: Hardware) -> str:
         verb = "fills" if does_fit else "needs"
         return f"{despite}{verb} {100 * gib / hardware.memory:.0f} % of the memory"
     if speed > best_speed:
-        # Name the term of its step time that grows most.
+        # Name the term of its step time that grows the most.
         first = vars(best.time)
         more = {term: seconds - first[term] for term, seconds in vars(layout.time).items()}
         term = max(more, key=lambda name: more[name])
@@ -239,11 +241,11 @@ def behind(layout: Candidate, best: Candidate, hardware: Hardware) -> str:
 
 
 def words(config: RunConfig, world_size: int) -> str:
-    """Describe a layout in one line. Sizes of 1 and options that are off are left out."""
+    """Describe a layout in one line, without sizes of 1 and disabled options."""
     p = config.parallel
     t = config.training
     shape = config.grid_shape(world_size)
-    # The grid, then the schedule, the transport, sharding, and savings of memory.
+    # The grid, then the schedule, the transport, sharding, and memory savings.
     found = []
     for name in ("dp", "tp", "pp", "cp", "ep"):
         size = getattr(shape, name)
@@ -277,13 +279,13 @@ def words(config: RunConfig, world_size: int) -> str:
 
 
 def large(parts: Mapping[str, float]) -> dict[str, float]:
-    """Return the parts that are at least a hundredth of their sum."""
+    """Return the parts that make up at least 1 % of the sum."""
     least = sum(parts.values()) / 100
     return {name: value for name, value in parts.items() if value >= least}
 
 
 def bar(parts: Mapping[str, float], whole: float, unit: str) -> list[str]:
-    """Draw a line for each large part; `whole` is the value of a full bar."""
+    """Return a line with a bar for each large part; `whole` is the value of a full bar."""
     lines = []
     shown = large(parts)
     width = max(map(len, shown))
@@ -293,21 +295,21 @@ def bar(parts: Mapping[str, float], whole: float, unit: str) -> list[str]:
     return lines
 
 
-# Tokens of the longest row that is tried.
+# Number of tokens in the longest row to try.
 LONGEST_ROW = 2**22
-# The same in float64, whose attention kernel computes block after block, so measuring is slow.
+# The same for float64: its attention kernel computes one block after another, which is slow.
 LONGEST_DOUBLE_ROW = 2**16
 
 
 def most_tried(config: RunConfig) -> int:
-    """Return the tokens of the longest row that is tried for a configuration."""
+    """Return the number of tokens in the longest row to try for a configuration."""
     return LONGEST_DOUBLE_ROW if config.training.dtype == "float64" else LONGEST_ROW
 
 
 def longest_row(layout: Candidate, world_size: int, hardware: Hardware) -> int:
-    """Return the tokens of the longest row that fits under a layout, or 0 if none does.
+    """Return the number of tokens in the longest row that fits with a layout; 0 if none fits.
 
-    The result is exact to an eighth, and at most `most_tried`.
+    The result is accurate to one eighth, and at most `most_tried`.
     """
     most = most_tried(layout.config)
 
@@ -323,9 +325,9 @@ def longest_row(layout: Candidate, world_size: int, hardware: Hardware) -> int:
         tokens = tokens * 2 if grows else tokens // 2
         if rows_per_rank(with_values(layout.config, {"seq_length": tokens})) <= 1:
             return 0
-    # `tokens` does not fit if rows were doubled, and fits if they were halved.
+    # After doubling, `tokens` does not fit; after halving, it does.
     shorter = tokens // 2 if grows else tokens
-    # The longest row is between `shorter` and twice that: try the eighths.
+    # The longest row is between `shorter` and twice that. Try lengths in steps of an eighth.
     longest = shorter
     for part in range(9, 16):
         longer = shorter * part // 8
@@ -335,19 +337,20 @@ def longest_row(layout: Candidate, world_size: int, hardware: Hardware) -> int:
 
 
 def larger(found: Sequence[Candidate], world_size: int, here: Hardware) -> list[str]:
-    """Return what would hold a layout: GPUs with more memory, more GPUs, or shorter rows.
+    """Return changes that make a layout fit: GPUs with more memory, more GPUs, or shorter rows.
 
-    More GPUs are more data-parallel ranks, with a global batch that grows alike.
+    More GPUs mean more data-parallel ranks, with a proportionally larger global batch.
     """
     least = found[0].gib
     suggestions = []
-    # The first GPU type of the table whose memory is large enough for the first layout.
+    # The first GPU type in hardware.yaml with enough memory for the first layout
     for name in GPUS:
         if least <= hardware(name, "infiniband").memory:
             suggestions.append(f"{name} GPUs")
             break
 
-    # The layout of each sharding strategy that needs the least memory.
+    # For each sharding strategy, the layout that needs the least memory: `found` is sorted by
+    # memory, and in reversed order, smaller layouts overwrite larger ones.
     smallest = {}
     for layout in reversed(found):
         smallest[layout.config.parallel.data_parallel_sharding_strategy] = layout.config
@@ -362,7 +365,10 @@ def larger(found: Sequence[Candidate], world_size: int, here: Hardware) -> list[
 
 
 def _on_more_ranks(configs: Sequence[RunConfig], world_size: int, here: Hardware) -> str:
-    """Return the smallest multiple of the ranks on which one of the layouts fits, in words."""
+    """Return a sentence about the smallest multiple of the ranks with which a layout fits.
+
+    Return "" if none of the multiples up to 16 is enough.
+    """
     for factor in (2, 4, 8, 16):
         for config in configs:
             # A larger batch keeps the number of microbatches per rank.
@@ -382,7 +388,7 @@ def flags(layout: Candidate) -> str:
 
 
 def as_json(answer: Answer) -> str:
-    """Return the best layouts as JSON: flags, seconds and bytes by term."""
+    """Return the best layouts as JSON: their flags, and seconds and bytes by term."""
     shown = []
     for one in answer.best:
         time = one.layout.time
@@ -423,28 +429,31 @@ def _options(name: str) -> str:
 
 
 def plan_text(answer: Answer) -> str:
-    """Return the plan as a screen of text."""
+    """Return the plan as text that fits on a screen."""
     first = answer.best[0]
     memory = answer.hardware.memory
     time = first.layout.time
     lines = [_wrapped("", line) for line in answer.heading()]
     # Names and reasons are too long for a column of a terminal, so they follow the numbers.
-    numbers = []
+    (_, _, *header, _), *rows = answer.rows()
+    numbers = [["", *header]]
     names = []
-    for place, name, *figures, reason in answer.rows():
+    for place, name, *figures, reason in rows:
         numbers.append([place, *figures])
         names.append(_wrapped(f"  {place}  ", _options(name)))
         if reason:
             names.append(_wrapped("     ", reason))
-    lines += ["", table(numbers), "", *names[2:], ""]
-    # Layouts that fit come first, so if the first one does not fit, none does.
+    lines += ["", table(numbers), "", *names, ""]
+    # Layouts that fit come first, so if the first does not fit, none does.
     if first.verdict == "OOM":
-        lines.append("None fits: the first needs least. What would do:")
+        lines.append("None fits; layout 1 needs the least memory. Changes that would help:")
         lines += [_wrapped("  - ", change) for change in answer.changes()]
         lines.append("")
-    lines.append(f"Memory of the fullest rank under 1, in {first.phase}, of {memory:.4g} GiB:")
+    lines.append(
+        f"Layout 1: memory of the fullest rank in phase `{first.phase}`, of {memory:.4g} GiB:"
+    )
     lines += [*bar(first.gib, memory, "GiB"), ""]
-    lines.append(f"A step under 1, of {time.total:.3g} s:")
+    lines.append(f"Layout 1: a step of {time.total:.3g} s:")
     lines += [*bar(vars(time), time.total, "s"), ""]
     lines += [answer.longest(), "", flags(first.layout).rstrip()]
     return "\n".join(lines) + "\n"

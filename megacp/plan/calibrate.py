@@ -1,11 +1,10 @@
 """Measure this machine for plans: `megacp-plan calibrate --output machine.yaml`, in two minutes.
 
-Small models are trained for a few steps. They differ in how much of a step is spent on products,
-attention, elementwise passes, host calls and messages. The constants of a plan are then fitted, so
-that the plan's own arithmetic comes closest to all measured steps. Everything that a step spends is
-therefore included, and there is no second model of time.
+The command trains small models for a few steps each. The models differ in how much of a step they
+spend on matrix products, attention, elementwise passes, host calls and messages. The planner's
+constants are then fitted so that its predictions are closest to all measured step times.
 
-A single GPU shows nothing about links, so these come from the GPU of `--like`. CPU ranks have one
+A single GPU cannot measure links, so their rates come from the GPU of `--like`. CPU ranks have one
 thread each and share the cores.
 """
 
@@ -33,7 +32,7 @@ from megacp.dry_run.report import table
 from megacp.engine.config.cli import OneLineParser
 from megacp.engine.config.run import RunConfig, with_values
 from megacp.engine.rows.shard import mask_metadata
-from megacp.plan.hardware import GPUS, NETWORKS, hardware_of, nominal_sheet
+from megacp.plan.hardware import GPUS, NETWORKS, hardware_of, sheet_like
 from megacp.plan.search import CP, PP, TP
 from megacp.plan.sheet import Sheet
 from megacp.plan.times import step_time
@@ -43,25 +42,25 @@ from megacp.training.monitor.flops import cuda_peak
 from megacp.verify.gpu_report import BILLION, MIDDLE, Sizes, run_part, timed_steps
 from megacp.verify.spawn import run_ranks
 
-# Seconds after which no further run is started.
+# Seconds after which no further run starts.
 LAST_BEGIN = 90.0
-# Constants that are fitted, by part and name of a sheet.
+# Constants to fit, as part and name in a sheet.
 FITTED = [
     ("reached", name) for name in ("products", "fused", "flex", "bandwidth", "link", "latency")
 ]
 FITTED += [("terms", "calls"), ("terms", "beside")]
-# Weight of a factor's logarithm, relative to a step's relative error. It keeps a constant that no
-# run shows at its initial value.
+# Weight of a factor's squared logarithm, relative to a step's squared error. It keeps a constant at
+# its initial value if no run depends on it.
 LOOSE = 1e-4
 # Gauss-Newton iterations of the fit.
 FIT_ROUNDS = 20
-# The dtype of the runs on each device.
+# Dtype of the runs, by device.
 COMPUTED_IN = {"cuda": "bfloat16", "cpu": "float32"}
 
 
 @dataclass(frozen=True)
 class ShortRun:
-    """A small run that is trained for a few steps."""
+    """A small training run of a few steps."""
 
     values: Sizes
     ranks: int = 1
@@ -72,22 +71,22 @@ class ShortRun:
         return with_values(RunConfig(), {**self.values, "dtype": dtype})
 
     def trained(self, device: str, dtype: str) -> list[list[float]]:
-        """Train and return the seconds of the steps of each rank.
+        """Train and return the seconds per step, one list per rank.
 
-        A GPU trains in this process, so that compiled kernels are reused.
+        On a GPU, the run uses this process so that compiled kernels are reused.
         """
         if device == "cuda":
             return [timed_steps(0, 1, self.config(dtype), device, self.mask)]
         return run_ranks(timed_steps, self.ranks, self.config(dtype), device, self.mask)
 
     def planned(self, sheet: Sheet) -> float:
-        """Return the seconds of a step that a plan predicts with the numbers of a sheet."""
+        """Return the seconds per step that a plan predicts with the rates of `sheet`."""
         here = hardware_of(sheet, NETWORKS[0])
         return step_time(self.config(here.dtype), self.ranks, here, self.packs).total
 
     @functools.cached_property
     def packs(self) -> PackSample:
-        """The row that the run trains on."""
+        """Pack sample with the mask of the run's training row."""
         config = self.config("float32")
         row = mock_batch(
             [0], MockRules(config.model.vocab_size, config.data.seq_length, mask=self.mask)
@@ -95,7 +94,7 @@ class ShortRun:
         return sample_of(config, [mask_metadata(row)])
 
 
-# the base of all runs on a GPU: few layers of a model with a billion parameters
+# the base of all GPU runs: a few layers of a model with a billion parameters
 _GPU: Sizes = {
     **BILLION,
     "num_layers": 4,
@@ -109,7 +108,7 @@ _NARROW: Sizes = {
     "ffn_hidden_size": 2048,
     "num_attention_heads": 8,
 }
-# the base of all runs on a CPU
+# the base of all CPU runs
 _CPU: Sizes = {
     **MIDDLE,
     "hidden_size": 256,
@@ -117,10 +116,10 @@ _CPU: Sizes = {
     "global_batch_size": 2,
     "qk_layernorm": "off",
 }
-# a model that spends much of a step on attention, and a model that spends it on launches
+# `_LONG` spends much of a step on attention, and `_THIN` on launches
 _LONG: Sizes = {**_CPU, "num_layers": 2, "seq_length": 2048, "global_batch_size": 1}
 _THIN: Sizes = {"hidden_size": 64, "ffn_hidden_size": 128, "seq_length": 64}
-# Runs by device, the most informative ones first: late ones are left out.
+# Runs by device, the most informative first: the last ones are skipped if time runs out.
 RUNS: dict[str, dict[str, ShortRun]] = {
     "cuda": {
         "8,192 tokens": ShortRun(_GPU),
@@ -149,22 +148,22 @@ RUNS: dict[str, dict[str, ShortRun]] = {
 
 
 def measured(device: str) -> dict[str, float]:
-    """Train the runs of a device and return the seconds of a step of each.
+    """Train the runs of a device, and return the seconds per step by run.
 
-    A run that fails prints a line, and the remaining runs continue.
+    A failed run prints a line, and the remaining runs continue. Raise ValueError if all fail.
     """
     begin = time.monotonic()
     found: dict[str, float] = {}
     dtype = COMPUTED_IN[device]
     for name, run in RUNS[device].items():
         if time.monotonic() - begin > LAST_BEGIN:
-            print(f"{name}: left out, {LAST_BEGIN:g} s are over")
+            print(f"{name}: skipped, because {LAST_BEGIN:g} s have passed")
             continue
         entry = run_part(name, functools.partial(run.trained, device, dtype))
         if not entry["error"]:
-            # The slowest rank determines the time of a step.
+            # The slowest rank determines the step time.
             found[name] = max(map(statistics.median, entry["results"]))
-        result = entry["error"] or f"{found[name]:.4g} s a step"
+        result = entry["error"] or f"{found[name]:.4g} s per step"
         print(f"{name}: {result} ({time.monotonic() - begin:.0f} s)", flush=True)
     if not found:
         raise ValueError(f"no run could be measured on {device}: see the lines above")
@@ -172,7 +171,7 @@ def measured(device: str) -> dict[str, float]:
 
 
 def scaled(sheet: Sheet, factors: Mapping[tuple[str, str], float]) -> Sheet:
-    """Return a copy of a sheet with some numbers (or all numbers of a list) multiplied."""
+    """Return a copy of a sheet with some fields multiplied; a list is multiplied elementwise."""
     found = copy.deepcopy(sheet)
     for (part, name), factor in factors.items():
         value = found[part][name]
@@ -184,9 +183,9 @@ def scaled(sheet: Sheet, factors: Mapping[tuple[str, str], float]) -> Sheet:
 
 
 def fitted(sheet: Sheet, runs: Sequence[ShortRun], seconds: Sequence[float]) -> Sheet:
-    """Return the sheet whose plans are closest to the measured seconds.
+    """Return a copy of `sheet` whose predictions are closest to the measured seconds per step.
 
-    The sum of squared relative errors is minimised by Gauss-Newton, over the logarithms of factors.
+    Gauss-Newton minimises the sum of squared relative errors over the logarithms of the factors.
     """
     logs = np.zeros(len(FITTED))  # logarithms of the factors, [constants]
     units = np.eye(len(FITTED))  # [constants, constants]
@@ -205,24 +204,25 @@ def fitted(sheet: Sheet, runs: Sequence[ShortRun], seconds: Sequence[float]) -> 
         now = errors(logs)
         # numerical derivatives, [runs, constants]
         slopes = np.stack([(errors(logs + small * unit) - now) / small for unit in units], 1)
-        # LOOSE pulls every factor to 1, so the system is solvable even if no run shows a constant.
+        # LOOSE pulls every factor towards 1, so the system is solvable even if no run depends on
+        # some constant.
         curvature = slopes.T @ slopes + LOOSE * units
         gradient = slopes.T @ now + LOOSE * logs
         step = np.linalg.solve(curvature, gradient)
-        # A factor changes at most e-fold per iteration, because the plan is not linear in it.
+        # The plan is not linear in the factors, so limit their change to e-fold per iteration.
         logs -= np.clip(step, -1, 1)
     return at(logs)
 
 
 def known_before(device: str, like: str) -> Sheet:
-    """Return the sheet from which a fit begins.
+    """Return the sheet with which a fit begins.
 
-    It has the device's name, memory and peak, and the links and shares of the GPU `like` it. A CPU
-    has no published peak, so utilisation will refer to the rate of its products.
+    Name, memory and peak come from the device; links and fractions come from the GPU `like`. A CPU
+    has no published peak, so its utilisation will be relative to its rate of matrix products.
     """
-    sheet = nominal_sheet()
+    sheet = sheet_like(like)
     dtype = COMPUTED_IN[device]
-    # Keep the rates of `like`, and replace the values that this machine reports.
+    # Keep the rates of `like`, except the values that this machine reports.
     own = sheet["gpus"][like]
     if device == "cuda":
         overlap = 1.0
@@ -232,7 +232,7 @@ def known_before(device: str, like: str) -> Sheet:
         memory = float(total)
         own["flops"] = cuda_peak(torch.device(device), dtype) or own["flops"]
     else:
-        # Each rank has one core and an equal part of the memory. The rates are rough first values.
+        # Each rank has one core and an equal part of the memory. The rates are rough estimates.
         overlap = 0.0
         cores = float(os.cpu_count() or 1)
         where = f"{platform.node()}, one thread per rank"
@@ -245,11 +245,11 @@ def known_before(device: str, like: str) -> Sheet:
 
 
 def calibrated(device: str, seconds: Mapping[str, float], like: str = "h100") -> Sheet:
-    """Return the sheet of this machine, fitted to the seconds of the named runs."""
+    """Return the sheet of this machine, fitted to the measured seconds per step by run."""
     sheet = known_before(device, like)
     found = fitted(sheet, [RUNS[device][name] for name in seconds], [*seconds.values()])
     if device == "cpu":
-        # The peak of a CPU is the rate that its products reach.
+        # The peak of a CPU is the rate that its matrix products reach.
         found["gpus"]["here"]["flops"] *= found["reached"]["products"]
         shares = [("reached", name) for name in ("products", "fused", "flex")]
         found = scaled(found, dict.fromkeys(shares, 1 / found["reached"]["products"]))
@@ -266,10 +266,14 @@ def main(argv: Sequence[str]) -> int:
     )
     usual = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument(
-        "--device", default=usual, choices=RUNS, help=f"device to measure (default {usual} here)"
+        "--device", default=usual, choices=RUNS, help=f"device to measure (here, default {usual})"
     )
     parser.add_argument(
-        "--like", default="h100", choices=GPUS, help="GPU whose links are assumed (default h100)"
+        "--like",
+        default="h100",
+        type=str.lower,
+        choices=GPUS,
+        help="GPU whose link rates to use (default h100)",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
     options = parser.parse_args(argv)

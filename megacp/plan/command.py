@@ -1,13 +1,13 @@
-"""Find the fastest layout that fits a model and its packs on a number of GPUs.
+"""Find the fastest parallel layout that fits a model and its packs on a number of GPUs.
 
     megacp-plan --gpu h100 --world-size 8 --load-hf Qwen3-8B --data-path data/chat \\
         --output best.yaml
     python -m megacp.train --nproc 8 --config best.yaml --load-hf Qwen3-8B --data-path data/chat
 
-All flags of a training run are accepted. Layout flags that you give stay as they are, and
-megacp-plan chooses the remaining ones. Nothing is trained and no GPU is needed; `--gpu here` plans
-for the device of this machine. A resumed run (`--load`, or `--save` with `--auto-resume`) keeps the
-layout of its checkpoint if it has the same number of ranks.
+All flags of a training run are accepted. megacp-plan keeps the layout flags that you set, and
+chooses the others. Nothing is trained and no GPU is needed; `--gpu here` plans for this machine's
+device. A resumed run (`--load`, or `--save` with `--auto-resume`) keeps the parallel layout of its
+checkpoint if the number of ranks is the same.
 
 `megacp-plan calibrate --output machine.yaml` trains for two minutes to measure this machine, and
 writes a file for `--gpu machine.yaml`.
@@ -23,7 +23,13 @@ from pathlib import Path
 
 from megacp.dry_run.packs import sample_packs
 from megacp.engine.config.blend import named_folders
-from megacp.engine.config.cli import OneLineParser, given_names, parse, path_text
+from megacp.engine.config.cli import (
+    OneLineParser,
+    accepted_note,
+    given_names,
+    parse,
+    path_text,
+)
 from megacp.engine.config.run import RunConfig, flag, with_values
 from megacp.plan.answer import Answer, as_json, flags, plan_text
 from megacp.plan.hardware import DEFAULT_GPU, GPUS, NETWORKS, Hardware, hardware, hardware_here
@@ -31,9 +37,10 @@ from megacp.plan.picture import page
 from megacp.plan.search import no_problems
 from megacp.storage.files import require_free, write_result
 from megacp.training.data.manifest import DatasetManifest
+from megacp.training.loop.finetuning import default_batch
 from megacp.training.monitor.console import say, warn
 
-# The value of --gpu that means the device of this machine.
+# Value of --gpu for this machine's device.
 HERE = "here"
 # A function that returns the reasons why a machine cannot run a configuration.
 Problems = Callable[[RunConfig], list[str]]
@@ -44,17 +51,17 @@ class _Question:
     """The run that a command line describes."""
 
     config: RunConfig
-    """Flags of the run, with the sizes of the model and the length of the packs."""
+    """Flags of the run, completed with the model sizes and the pack length."""
     given: frozenset[str]
     """Fields that flags or --config files set."""
     is_dry: bool
-    """Whether --dry-run was given: the run may then take place on another machine."""
+    """Whether --dry-run was given, so that the run may be meant for another machine."""
     has_checkpoint: bool
-    """Whether model and dtype come from a checkpoint."""
+    """Whether the model and the dtype come from a checkpoint."""
 
 
 def _asked(arguments: Sequence[str]) -> _Question:
-    """Parse the flags, and read sizes from the checkpoint, model folder and dataset they name."""
+    """Parse the flags, and read sizes from the given checkpoint, model folder and dataset."""
     given = given_names(arguments)
     parsed = parse(arguments, "megacp-plan")
     config = with_values(parsed, {"train_epochs": None, "dry_run": True})
@@ -65,11 +72,11 @@ def _asked(arguments: Sequence[str]) -> _Question:
         has_checkpoint = config.checkpoint.load is not None or resumes(config)
         config, _ = with_stored_model(config, given)
         if resumes(config):
-            # A resumed run does not read the model folder either.
+            # Like the training run, a plan for a resumed run does not read the model folder.
             unused = dict.fromkeys(("load_hf", "vision_from_hf", "load_adapter"))
             config = with_values(config, unused)
     if config.checkpoint.load_hf is not None and config.checkpoint.load is None:
-        # megacp.huggingface has optional dependencies: only plans with the flag import it.
+        # megacp.huggingface has optional dependencies, so import it only if the flag is set.
         from megacp.huggingface.convert.start import open_start
 
         config, *_ = open_start(config, given)
@@ -80,9 +87,13 @@ def _asked(arguments: Sequence[str]) -> _Question:
             length = config.data.seq_length
         words = config.model.vocab_size or manifest.tokenizer.vocab_size
         config = with_values(config, {"seq_length": length, "vocab_size": words})
+        # Use the default of training, where it is rounded up to a multiple of the dp ranks.
+        if "load_hf" in given and "global_batch_size" not in given:
+            batch = default_batch(manifest.num_tokens, length)
+            config = with_values(config, {"global_batch_size": batch})
     if config.model.vocab_size == 0:
         raise ValueError(
-            "--vocab-size is 0: give it, or give --data-path or --load-hf, which set it"
+            "--vocab-size is 0: set it, or set --data-path or --load-hf to read it from there"
         )
     return _Question(config, given, parsed.dry_run, has_checkpoint)
 
@@ -93,7 +104,7 @@ def _device(own: argparse.Namespace, world_size: int, is_dry: bool) -> tuple[Har
     Only the device of this machine (`here`) can be checked. If it is a CPU, all ranks share its
     memory.
     """
-    if own.gpu != HERE:
+    if own.gpu.lower() != HERE:
         return hardware(own.gpu, own.network), no_problems
     from megacp.engine.backends.select import backend_problems
     from megacp.training.start import launch
@@ -110,19 +121,19 @@ def _answered(own: argparse.Namespace, asked: _Question) -> Answer:
     """Search for layouts and return the answer. Raise ValueError if no layout is valid."""
     config = asked.config
     if config.world_size is None:
-        raise ValueError("--world-size N is missing: give the number of GPUs")
+        raise ValueError("--world-size N is missing: set it to the number of GPUs")
     longest = config.data.seq_length
     packed = config.data.data_path is not None
     if own.documents:
         in_range = 1 <= min(own.documents) and max(own.documents) <= longest
         if packed or not in_range:
             lengths = " ".join(map(str, own.documents))
-            rule = f"lengths of 1 to --seq-length {longest} tokens, in place of --data-path"
+            rule = f"use lengths from 1 to --seq-length {longest}, and no --data-path"
             raise ValueError(f"--documents {lengths}: {rule}")
     sample = sample_packs(config, own.documents)
     here, problems = _device(own, config.world_size, asked.is_dry)
-    # A layout does not change the results of a run, so its dtype must stay too, if it is known.
-    keeps_dtype = own.gpu == HERE or asked.has_checkpoint
+    # A parallel layout must not change a run's results, so keep the dtype if it is known.
+    keeps_dtype = own.gpu.lower() == HERE or asked.has_checkpoint
     kept = None
     note = ""
     if asked.has_checkpoint:
@@ -141,7 +152,7 @@ def _answered(own: argparse.Namespace, asked: _Question) -> Answer:
 def _planned(own: argparse.Namespace, arguments: Sequence[str]) -> tuple[str, bool]:
     """Plan, write the files of --output and --html, and return the text to print.
 
-    Also return whether a layout fits. If none does, --output is not written.
+    Also return whether any layout fits. If none fits, --output is not written.
     """
     for name in ("output", "html"):
         path = getattr(own, name)
@@ -159,7 +170,7 @@ def _planned(own: argparse.Namespace, arguments: Sequence[str]) -> tuple[str, bo
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status: 1 if no layout fits, 2 if the flags are wrong."""
+    """Run the command and return its exit status: 1 if no layout fits, 2 for invalid flags."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = OneLineParser(
         prog="megacp-plan",
@@ -168,8 +179,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
     )
     kinds = (
-        f"{', '.join(GPUS)}; a file that `calibrate` has written; or here, for the device of this "
-        "machine and the dtype of the run"
+        f"{', '.join(GPUS)}; a file written by `calibrate`; or here, for this machine's device and "
+        "the dtype of the run"
     )
     parser.add_argument(
         "--gpu",
@@ -185,24 +196,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="interconnect between machines (default infiniband)",
     )
     lengths = (
-        "document lengths in tokens, to sample packs from uniformly if there is no --data-path "
+        "lengths in tokens of the documents to pack, each equally likely, instead of --data-path "
         "(default: one document per pack)"
     )
     parser.add_argument("--documents", type=int, nargs="+", default=[], metavar="N", help=lengths)
     parser.add_argument(
-        "--output", type=Path, help="write the flags of the best layout to this file, for --config"
+        "--output", type=Path, help="write the flags of the best parallel layout, for --config"
     )
     parser.add_argument(
         "--html",
         type=Path,
-        help="write a page to this file: the five best layouts, and memory during a step",
+        help="write an HTML page with the five best parallel layouts and memory during a step",
     )
     parser.add_argument(
         "--overwrite",
         action="store_true",
         help="replace the files of --output and --html if they exist",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     try:
         if arguments[:1] == ["calibrate"]:
             # Calibration trains with torch and megacp.verify; a plan imports neither.
@@ -211,6 +222,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return calibrate.main(arguments[1:])
         own, rest = parser.parse_known_args(arguments)
         text, fits = _planned(own, rest)
+        # on standard error, so that the output of --json stays JSON
+        if note := accepted_note(rest):
+            warn(note)
         say(text.removesuffix("\n"))
     except (ValueError, OSError) as error:
         warn(f"error: {error}")

@@ -1,4 +1,4 @@
-"""Draw a plan as an HTML page: bars of the best layouts, and the first one's memory in a step.
+"""Draw a plan as an HTML page: bars for the best layouts, and the first one's memory in a step.
 
 Each chart has an axis with units. Charts of memory have the scale of the GPU's memory, and a longer
 one with a line at it if a layout does not fit. A memory term has one colour on the whole page.
@@ -21,8 +21,8 @@ from megacp.plan.answer import Answer, flags, large
 from megacp.plan.search import fullest_stage
 from megacp.storage.page import page_head
 
-# Palette of Okabe and Ito, whose colours stay distinct under common colour blindness. Two
-# other colours replace its black, which a dark page would hide.
+# Okabe and Ito's palette: its colours remain distinct with common colour blindness. Two other
+# colours replace its black, which a dark page would hide.
 _COLORS = (
     "#0072B2",
     "#E69F00",
@@ -76,13 +76,17 @@ _ROOM_FOR_LABEL = 0.12
 _PHASES_OF = {
     Kind.FORWARD: ("forward", "loss"),
     Kind.BACKWARD: ("table", "backward", "vision"),
-    Kind.WEIGHTS: ("forward",),  # like forward, it needs no temporaries of a block's backward
+    # like the forward pass, weight gradients need no temporaries of a block's backward pass
+    Kind.WEIGHTS: ("forward",),
 }
 
 
 @dataclass(frozen=True)
 class Moment:
-    """An action of a stage, the optimizer or a checkpoint, in its largest phase."""
+    """Memory during an action of a stage, the optimizer update or a checkpoint.
+
+    An action may have several phases; the one that needs the most memory counts.
+    """
 
     name: str
     phase: str
@@ -90,12 +94,12 @@ class Moment:
 
     @property
     def total(self) -> int:
-        """Bytes of the fullest rank."""
+        """Bytes on the fullest rank."""
         return self.memory.peaks[self.phase]
 
     @property
     def parts(self) -> dict[str, int]:
-        """Bytes that stay for the whole step, that wait for backward, and that only this needs."""
+        """Bytes kept for the whole step, saved for the backward pass, and needed by this action."""
         state = sum(getattr(self.memory, term) for term in STATE)
         waiting = 0
         if "activations" in PHASES[self.phase]:
@@ -104,7 +108,7 @@ class Moment:
 
 
 def moments(config: RunConfig, stage: int, world_size: int) -> list[Moment]:
-    """Return the moments of a rank's step, in the order of its schedule."""
+    """Return the moments of a step on a rank of `stage`, in the order of the schedule."""
     layers = stage_layers(config, world_size)[stage]
     known: dict[Held | None, RankMemory] = {}
     steps: list[tuple[str, tuple[str, ...], Held | None]] = []
@@ -114,7 +118,7 @@ def moments(config: RunConfig, stage: int, world_size: int) -> list[Moment]:
         steps.append((name, (name,), None))
     found = []
     for name, phases, held in steps:
-        # Most actions have the same microbatches in flight as an earlier one.
+        # Most actions have the same microbatches in flight as an earlier action.
         if held not in known:
             known[held] = stage_memory(config, stage, layers, world_size, held)
         peaks = known[held].peaks

@@ -1,4 +1,4 @@
-"""The layout of a resumed run: that of its checkpoint, if the run can keep it."""
+"""The parallel layout of a resumed run, which keeps its checkpoint's layout if possible."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ def kept_layout(
     sample: PackSample,
     problems: Callable[[RunConfig], list[str]],
 ) -> tuple[Candidate | None, str]:
-    """Return the layout of the checkpoint that a run resumes, and a note to print.
+    """Return the parallel layout of the checkpoint to resume, and a note to print.
 
-    `fixed` fields keep their values in `config`. The layout is None if the run starts anew, has a
-    different number of ranks, or cannot use the layout on `hardware`; the note gives the reason.
+    Fields in `fixed` keep their values from `config`. The layout is None if there is no checkpoint
+    to resume, the number of ranks differs, or the layout is invalid or does not fit on `hardware`.
+    The note gives the reason.
     """
     before = goes_on_from(config)
     if before is None:
@@ -35,17 +36,25 @@ def kept_layout(
     folder, manifest, text = before
     if manifest.world_size != world_size:
         saved_by = counted(manifest.world_size, "rank")
-        note = f"A new layout: {folder} was saved by {saved_by}, this run has {world_size}"
+        note = (
+            f"New parallel layout: {folder} was saved by {saved_by}, but this run has {world_size}"
+        )
         return None, note
-    # Take the layout from the checkpoint, and everything else from the flags of this run.
+    # Use the checkpoint's layout; all other values come from this run's flags.
     stored = flatten(from_yaml(text))
     chosen = {name: stored[name] for name in sorted(fields_chosen(config) - fixed)}
     kept = with_values(config, chosen)
     reasons = [*check(kept, world_size), *problems(kept)]
     if reasons:
-        return None, f"A new layout: the one of {folder} contradicts the flags: {reasons[0]}"
+        return None, f"New parallel layout: that of {folder} contradicts the flags: {reasons[0]}"
     if not fits(kept, world_size, hardware):
-        return None, f"A new layout: the one of {folder} does not fit {hardware.memory:.4g} GiB"
+        return (
+            None,
+            f"New parallel layout: that of {folder} does not fit into {hardware.memory:.4g} GiB",
+        )
     timed = functools.partial(step_time, world_size=world_size, hardware=hardware, sample=sample)
     layout = Candidate(kept, chosen, fullest(kept, world_size), timed)
-    return layout, f"The layout of {folder}, which {counted(world_size, 'rank')} saved"
+    return (
+        layout,
+        f"The parallel layout of {folder}, which was saved by {counted(world_size, 'rank')}",
+    )

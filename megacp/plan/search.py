@@ -1,8 +1,7 @@
-"""Search over all valid layouts of a model on a number of ranks, by memory and step time.
+"""Search for the best parallel layouts of a model on a number of ranks, by memory and step time.
 
-A layout is a configuration. Fields that the user gave stay, and every choice of the tables is tried
-for the remaining fields. A layout is valid if a run would accept it: the search calls the run's own
-checks.
+A layout is a configuration. The search keeps the fields that the user set, and tries every choice
+in its tables for the other fields. A layout is valid if it passes the checks of a training run.
 """
 
 from __future__ import annotations
@@ -27,34 +26,34 @@ from megacp.engine.models.costs import stage_layers
 from megacp.plan.hardware import GPUS_OF_A_MACHINE, Hardware
 from megacp.plan.times import StepTime, step_time
 
-# Share of a GPU's memory that an `OK` layout may fill, as communicators need memory too.
+# Fraction of a GPU's memory that an `OK` layout may fill. Communicators need the remainder.
 TIGHT = 0.9
-# Steps whose times differ by a smaller factor count as equally fast.
+# Layouts count as equally fast if their step times differ by less than this factor.
 EQUALLY_FAST = 1.01
-# Number of layouts that are shown.
+# Number of layouts to show.
 BEST = 5
 # Values of some configuration fields, by field name.
 Choice = Mapping[str, Value]
 
 TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
 EP = "expert_model_parallel_size"
-# Numbers of ranks that swap heads under `a2a+p2p`.
+# Numbers of ranks that exchange tokens for heads with `a2a+p2p`.
 _GROUPS = (2, 4, 8)
-# Shares of activations in host memory, in the order that rules out most shares early.
+# Fractions of blocks with offloaded activations, ordered to rule out the others early.
 _OFFLOADS = (0.99, 0.0, 0.5)
-# Tokens of a tile of the MLP, in a similar order.
+# Tokens per MLP tile, in a similar order.
 _TILES = (0, 4096, 16384, 8192)
-# The table of fields that have no effect on a grid.
+# A table with one empty choice, for fields that have no effect on a grid.
 _NOTHING: tuple[Choice, ...] = ({},)
 
 
 def _divisors(name: str, count: int, most: int) -> list[Choice]:
-    """Return the numbers up to `most` that divide `count`, as values of a field."""
+    """Return the divisors of `count` up to `most`, as values of the field `name`."""
     return [{name: size} for size in range(1, most + 1) if count % size == 0]
 
 
 def _sizes(config: RunConfig, world_size: int) -> list[Sequence[Choice]]:
-    """Return the sizes of each axis of a grid that are tried."""
+    """Return the sizes to try for each grid axis: tp, pp, cp, ep."""
     return [
         _divisors(TP, world_size, GPUS_OF_A_MACHINE),
         _divisors(PP, world_size, config.model.num_layers),
@@ -64,7 +63,7 @@ def _sizes(config: RunConfig, world_size: int) -> list[Sequence[Choice]]:
 
 
 def _transports(cp: int) -> list[Choice]:
-    """Return the transports with their layouts, and with group sizes if they need them."""
+    """Return the transports, each with its token layouts and, if needed, with group sizes."""
     found: list[Choice] = []
     for row in TRANSPORTS.values():
         for layout in row.layouts:
@@ -80,7 +79,7 @@ def _transports(cp: int) -> list[Choice]:
 
 
 def _schedules() -> list[Choice]:
-    """Return the pipeline schedules, each with its numbers of model chunks per stage."""
+    """Return the pipeline schedules, each with the numbers of model chunks to try."""
     found: list[Choice] = []
     for name, row in PIPELINE_SCHEDULES.items():
         for chunks in row.searched_chunks:
@@ -93,20 +92,20 @@ def _schedules() -> list[Choice]:
 
 
 def _strategies() -> list[Choice]:
-    """Return the sharding strategies that are tried."""
+    """Return the sharding strategies to try."""
     searched = [name for name, row in SHARDINGS.items() if row.searched]
     return [{"data_parallel_sharding_strategy": name} for name in searched]
 
 
 def _modes() -> list[str]:
-    """Return the recomputation modes by increasing strength; equal ones in the table's order."""
+    """Return the recomputation modes by increasing strength; ties keep the table's order."""
     return sorted(RECOMPUTE_MODES, key=lambda name: RECOMPUTE_MODES[name].strength)
 
 
 def _savings() -> list[Choice]:
-    """Return the choices that save memory and never make a step faster.
+    """Return the choices that save memory but never make a step faster.
 
-    The mode that recomputes most comes first: if it does not fit, no other mode is tried.
+    The mode that recomputes the most comes first: if it does not fit, no other mode is tried.
     """
     *weaker, strongest = _modes()
     found: list[Choice] = []
@@ -121,9 +120,9 @@ def _savings() -> list[Choice]:
 
 
 def _others(base: RunConfig, world_size: int, dtype: str) -> list[Sequence[Choice]]:
-    """Return the remaining choices on a grid, except `_savings`.
+    """Return tables of choices for the other fields on a grid, without `_savings`.
 
-    A table has one empty choice if its fields have no effect on this grid.
+    A table has a single empty choice if its fields have no effect on this grid.
     """
     p = base.parallel
     cp = p.context_parallel_size
@@ -138,7 +137,7 @@ def _others(base: RunConfig, world_size: int, dtype: str) -> list[Sequence[Choic
     micro_batches: Sequence[Choice] = _NOTHING
     if cp > 1:
         transports = _transports(cp)
-    else:  # with cp, ranks already share a row, so several rows at once gain nothing
+    else:  # with cp > 1, ranks share each row, so longer rows gain nothing
         micro_batches = [{"micro_batch_size": size} for size in (1, 2, 4)]
     # One copy of the optimizer, or one per machine.
     instances = [{"num_distributed_optimizer_instances": n} for n in sorted({1, machines})]
@@ -146,7 +145,7 @@ def _others(base: RunConfig, world_size: int, dtype: str) -> list[Sequence[Choic
 
 
 def fields_chosen(config: RunConfig) -> set[str]:
-    """Return the fields for which a search tries values."""
+    """Return the names of the fields whose values a search chooses."""
     tables = [*_sizes(config, 1), _savings()]
     # Grids with and without context parallelism have different tables.
     for cp in (1, 4):
@@ -156,19 +155,19 @@ def fields_chosen(config: RunConfig) -> set[str]:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A valid layout with its memory and its step time."""
+    """A valid layout, its memory and its step time."""
 
     config: RunConfig
     chosen: Choice
-    """The fields that the search chose."""
+    """Fields that the search chose, with their values."""
     memory: RankMemory
     """Memory of the fullest rank."""
     timed: Callable[[RunConfig], StepTime]
-    """Estimates the time of a step."""
+    """Function that estimates the time of a step."""
 
     @functools.cached_property
     def time(self) -> StepTime:
-        """The time of a step, computed on demand: layouts that do not fit need none."""
+        """Step time, computed on demand because layouts that do not fit never need it."""
         return self.timed(self.config)
 
     @functools.cached_property
@@ -177,7 +176,7 @@ class Candidate:
         return self.memory.total / 2**30
 
     def verdict(self, hardware: Hardware) -> str:
-        """Return `OK`, `TIGHT` (it fits, but fills more than TIGHT of the memory) or `OOM`."""
+        """Return `OK`, `TIGHT` (fits, but uses more than this fraction of the memory) or `OOM`."""
         if self.gib <= TIGHT * hardware.memory:
             return "OK"
         if self.gib <= hardware.memory:
@@ -185,12 +184,12 @@ class Candidate:
         return "OOM"
 
     def order(self, hardware: Hardware) -> tuple[int, float, float, float]:
-        """Return the sorting key, the best layout first.
+        """Return the sorting key that puts the best layout first.
 
         Layouts that fit are sorted by speed, then by offloaded activations, then by memory. Layouts
         that do not fit are sorted by memory.
         """
-        # Smaller keys come first. Logarithms rounded to EQUALLY_FAST put equal times together.
+        # Smaller keys come first. Rounding the logarithm groups times that count as equal.
         verdict = ("OK", "TIGHT", "OOM").index(self.verdict(hardware))
         if verdict == 2:
             return verdict, 0.0, 0.0, self.gib
@@ -199,9 +198,9 @@ class Candidate:
 
 
 def _untold(choices: Sequence[Choice], told: Choice) -> list[Choice]:
-    """Return the choices that agree with the given fields, each once and without these fields.
+    """Return the distinct choices that agree with the given fields, without these fields.
 
-    If none agrees, return all choices without the given fields.
+    If no choice agrees, return all choices without the given fields.
     """
     agreeing = []
     for choice in choices:
@@ -218,24 +217,25 @@ def _untold(choices: Sequence[Choice], told: Choice) -> list[Choice]:
 def layouts(
     config: RunConfig, world_size: int, given: Collection[str], dtype: str = "bfloat16"
 ) -> Iterator[tuple[RunConfig, Choice]]:
-    """Yield layouts that a run might accept, with the chosen fields, without savings of memory.
+    """Yield layouts that a run might accept, each with its chosen fields, without `_savings`.
 
-    Sizes of the grid are tried first. The first choice of every other table is valid whenever any
-    of its choices is. So if the combination of first choices is invalid, the grid is skipped; and a
-    choice that is invalid together with the first choices of the other tables is left out.
+    Grid sizes are tried first. In every other table, the first choice is valid whenever any choice
+    is. Therefore, a grid is skipped if its first choices are invalid together, and a choice is
+    dropped if it is invalid together with the first choices of the other tables.
     """
     told = _told(config, given)
     sizes = [_untold(choices, told) for choices in _sizes(config, world_size)]
     for grid in map(merged, itertools.product(*sizes)):
         base = with_values(config, grid)
-        if math.gcd(world_size, base.model_ranks) != base.model_ranks:  # 0 ranks too
+        # gcd instead of % also handles 0 ranks
+        if math.gcd(world_size, base.model_ranks) != base.model_ranks:
             continue
         tables = [_untold(choices, told) for choices in _others(base, world_size, dtype)]
         # If the first choices are invalid together, no combination on this grid is valid.
         plainest = merged(table[0] for table in tables)
         if check(with_values(base, plainest), world_size):
             continue
-        # Test each choice once with the first choices, instead of all combinations.
+        # Check each choice once, with the other tables' first choices, not in all combinations.
         valid = []
         for first, *rest in tables:
             kept = [first]
@@ -248,7 +248,7 @@ def layouts(
 
 
 def _told(config: RunConfig, given: Collection[str]) -> Choice:
-    """Return the given fields with their values."""
+    """Return the values of the fields that the user set."""
     return {name: value for name, value in flatten(config).items() if name in given}
 
 
@@ -261,13 +261,13 @@ def merged(choices: Iterable[Choice]) -> dict[str, Value]:
 
 
 def fullest_stage(config: RunConfig, world_size: int) -> tuple[int, RankMemory]:
-    """Return the stage whose ranks need most memory, and the memory of such a rank."""
+    """Return the stage whose ranks need the most memory, and the memory of one such rank."""
     found: dict[int, RankMemory] = {}
     seen: set[Hashable] = set()
     for stage, chunks in enumerate(stage_layers(config, world_size)):
         kind = stage_kind(config, stage, chunks)
-        # Of equal stages, the first has the most microbatches in flight, so only it is measured.
-        # With deferred weight gradients, the last has most of these, so all are measured.
+        # Among equal stages, the first has the most microbatches in flight, so measure only that
+        # one. With deferred weight gradients, the last has the most, so measure all stages.
         if kind not in seen or config.parallel.defers_weight_gradients:
             found[stage] = stage_memory(config, stage, chunks, world_size)
         seen.add(kind)
@@ -281,23 +281,23 @@ def fullest(config: RunConfig, world_size: int) -> RankMemory:
 
 
 def fits(config: RunConfig, world_size: int, hardware: Hardware) -> bool:
-    """Whether the fullest rank has enough memory."""
+    """Return whether the fullest rank has enough memory."""
     return fullest(config, world_size).total <= hardware.memory * 2**30
 
 
 def no_problems(config: RunConfig) -> list[str]:
-    """Return the problems of a machine that cannot be checked: none."""
+    """Return an empty list, for a machine that cannot be checked."""
     return []
 
 
-# How far a choice goes in each way of saving memory: recomputation, offload, number of tiles.
+# How much a choice saves in each way: recomputation mode, offloaded fraction, number of tiles.
 Saving = tuple[int, float, int]
 
 
 def _saved(base: RunConfig, choice: Choice) -> Saving:
-    """Return how far a choice goes in each way of saving memory."""
+    """Return how much a choice saves in each way."""
     values: dict[str, Any] = {**vars(base.training), **choice}
-    # The position, not the strength: two modes of equal strength save memory in different ways.
+    # Compare positions: two modes of equal strength save memory in different ways.
     again = _modes().index(values["recompute_granularity"])
     tile = values["mlp_chunk_tokens"]
     # Experts receive several rows per token, so they have more tiles than a dense MLP.
@@ -309,7 +309,7 @@ def _saved(base: RunConfig, choice: Choice) -> Saving:
 
 
 def _is_less(one: Saving, other: Saving) -> bool:
-    """Whether `one` goes no further than `other` in any way of saving memory."""
+    """Return whether `one` saves at most as much as `other` in each way."""
     return all(less <= more for less, more in zip(one, other, strict=True))
 
 
@@ -321,19 +321,19 @@ def search(
     sample: PackSample,
     problems: Callable[[RunConfig], list[str]] = no_problems,
 ) -> list[Candidate]:
-    """Return valid layouts, the best first: `OK` ones, `TIGHT` ones, then those that do not fit.
+    """Return valid layouts, best first: `OK` layouts, `TIGHT` layouts, then those that do not fit.
 
     `problems` returns the reasons why this machine cannot run a layout.
 
-    Layouts are skipped if they cannot be among the best: if they would be slower than the best ones
-    even without idle time, if they save more memory than a layout that fits well, if they save less
-    than one that does not fit, or if they offload more than the host's memory.
+    The search skips layouts that cannot be among the best. Such a layout would be too slow even
+    without idle time, saves more memory than one that fits well, saves less memory than one that
+    does not fit, or offloads more than the host memory can hold.
     """
     savings_tried = _untold(_savings(), _told(config, given))
     host = hardware.host_memory * 2**30
     timed = functools.partial(step_time, world_size=world_size, hardware=hardware, sample=sample)
     found: dict[Hashable, Candidate] = {}
-    best = [math.inf] * BEST  # times of the best layouts that fit well
+    best = [math.inf] * BEST  # step times of the best `OK` layouts
 
     def is_slow(one: RunConfig) -> bool:
         return timed(one, idles=False).total > EQUALLY_FAST * best[-1]
@@ -345,10 +345,10 @@ def search(
         if is_slow(base) or not runs(base):
             continue
         tried: list[Candidate] = []
-        well: list[Saving] = []  # savings with which the layout fits well, or is slow
+        well: list[Saving] = []  # savings with which the layout fits well or is too slow
         over: list[Saving] = []  # savings with which it does not fit
-        # Choices that save alike on this grid count once. Try the smallest saving first: if it fits
-        # well, larger ones are skipped.
+        # Choices with equal savings on this grid count once. Try the smallest saving first: if it
+        # fits well, larger savings are skipped.
         savings = {_saved(base, choice): choice for choice in savings_tried}
         for saved in dict.fromkeys((min(savings), *savings)):
             if _goes_too_far(saved, well) or _is_not_enough(saved, over):
@@ -370,23 +370,23 @@ def search(
                 over.append(saved)
         if not tried:
             continue
-        # Of layouts that differ only in --cp-layout and in savings of memory, keep the best.
+        # Keep only the best of the layouts that differ only in --cp-layout and memory savings.
         alike = frozenset(choice for choice in chosen.items() if choice[0] != "cp_layout")
         if alike in found:
             tried.append(found[alike])
-        # Reversed: on a tie, the layout of an earlier round wins.
+        # The order is reversed so that the layout of an earlier iteration wins a tie.
         found[alike] = min(reversed(tried), key=lambda one: one.order(hardware))
-        # The slowest of the best layouts is the bound for `is_slow`.
+        # The slowest of the best layouts is the limit for `is_slow`.
         fitting = [one.time.total for one in found.values() if one.verdict(hardware) == "OK"]
         best = sorted([*fitting, *[math.inf] * BEST])[:BEST]
     return sorted(found.values(), key=lambda one: one.order(hardware))
 
 
 def _goes_too_far(saved: Saving, well: Sequence[Saving]) -> bool:
-    """Whether a layout that saves less already fits well.
+    """Return whether a layout that saves less already fits well.
 
-    A layout that recomputes less may need more offload, so savings are only comparable if the other
-    layout offloads nothing or recomputes equally much.
+    A layout that recomputes less may need more offload. Savings are therefore comparable only if
+    the other layout offloads nothing or uses the same recomputation mode.
     """
     for less in well:
         comparable = less[1] == 0 or less[0] == saved[0]
@@ -396,8 +396,9 @@ def _goes_too_far(saved: Saving, well: Sequence[Saving]) -> bool:
 
 
 def _is_not_enough(saved: Saving, over: Sequence[Saving]) -> bool:
-    """Whether a layout that saves more, in as many tiles, does not fit.
+    """Return whether a layout that saves more, with the same number of tiles, does not fit.
 
-    More tiles may need more memory than they save.
+    Savings with different numbers of tiles are not compared, because additional tiles may need more
+    memory than they save.
     """
     return any(_is_less(saved, more) and saved[2] == more[2] for more in over)

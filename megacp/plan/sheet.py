@@ -1,7 +1,7 @@
-"""Fields of a hardware sheet, and the check of a sheet that a user may have edited.
+"""Fields of a hardware sheet, and checks for sheets that a user may have edited.
 
-A sheet is checked before anything is planned. Unknown and missing fields, wrong types and
-impossible numbers are reported together, each with its place.
+A sheet is checked before planning starts. Unknown and missing fields, wrong types and out-of-range
+numbers are reported together, each with its location.
 """
 
 from __future__ import annotations
@@ -10,27 +10,28 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from megacp.engine.config.other_programs import nearest
 from megacp.engine.config.ranges import Range
-from megacp.engine.config.yaml_file import load_yaml, nearest
+from megacp.engine.config.yaml_file import load_yaml
 from megacp.storage.files import read_regular
 from megacp.storage.wording import listed
 
-# The content of hardware.yaml; a measured sheet has one GPU, and the `terms` of its host.
+# The contents of hardware.yaml. A measured sheet has only one GPU, and the `terms` of its host.
 Sheet = dict[str, Any]
 
-# Bytes of a sheet, at most.
+# Maximum size of a sheet in bytes.
 _LARGEST_SHEET = 1 << 20
-# Problems that a message lists, at most.
+# Maximum number of problems in a message.
 _MOST_REASONS = 20
 # FLOP/s or bytes/s.
 _RATE = Range(1, 1e24)
 # Gibibytes of memory.
 _GIB = Range(1e-6, 1e9)
-# Factor of a rate. It may exceed 1 for a CPU, whose peak is the measured rate of products.
+# Fraction of a peak rate. It may exceed 1 on a CPU, whose peak is the measured rate of products.
 _SHARE = Range(1e-9, 1e9)
 _SECONDS = Range(0, 1e6)
 
-# The parts of a sheet, each with its fields and their ranges.
+# The fields of each part of a sheet, with their ranges.
 _GPU: dict[str, Range | type] = {
     "flops": _RATE,
     "memory": _GIB,
@@ -42,7 +43,7 @@ _REACHED: dict[str, Range] = {
     **dict.fromkeys(("products", "experts", "bandwidth", "link", "network", "host"), _SHARE),
     "latency": _SECONDS,
 }
-# Shares in `reached` that have two numbers, for forward and backward.
+# Fractions in `reached` that have two numbers, for the forward and the backward pass.
 _PAIRS = ("fused", "flex")
 _TERMS: dict[str, Range] = {
     "calls": _SECONDS,
@@ -51,13 +52,13 @@ _TERMS: dict[str, Range] = {
     "beside": _SHARE,
 }
 _DTYPES = ("float32", "bfloat16", "float64")
-# The only number that may be infinite: GPU ranks do not take turns.
+# The only field that may be infinite: GPU ranks do not share cores.
 _ENDLESS = "cores"
 _PARTS = ("gpus", "networks", "host", "host_memory", "reached", "terms")
 
 
 def read_sheet(path: str, network: str) -> Sheet:
-    """Read and check the sheet of one GPU.
+    """Return the sheet in the file `path`, after checking it.
 
     Raise ValueError with all problems, or OSError if the file cannot be read.
     """
@@ -67,7 +68,7 @@ def read_sheet(path: str, network: str) -> Sheet:
     except ValueError as error:
         raise ValueError(f"--gpu: {error}") from error
     sheet = load_yaml(text, source)
-    # A damaged file may have thousands of problems, so stop after enough of them.
+    # A damaged file may have thousands of problems; do not collect all of them.
     reasons = list(itertools.islice(_problems(sheet, network), 10 * _MOST_REASONS))
     if reasons:
         between = "\n  - "
@@ -79,24 +80,24 @@ def read_sheet(path: str, network: str) -> Sheet:
 def _problems(sheet: Any, network: str) -> Iterator[str]:
     """Yield a sentence for each problem of a sheet."""
     if not isinstance(sheet, dict):
-        # Not even a mapping: there are no fields to look at.
+        # There are no fields to check.
         yield f"expected the fields {', '.join(_PARTS)}, got {_shown(sheet)}"
         return
     optional = ("terms",)
     yield from _names(sheet, _PARTS, "", optional)
     gpus = sheet.get("gpus")
     if isinstance(gpus, dict) and len(gpus) == 1:
-        # A measured sheet describes a single GPU, under any name.
+        # A measured sheet describes a single GPU, whose name may be anything.
         (own,) = gpus.values()
         yield from _fields(own, _GPU, "gpus", ())
     elif "gpus" in sheet:
-        yield f"gpus: expected the fields of one GPU below its name, got {_shown(gpus)}"
+        yield f"gpus: expected one GPU name with its fields, got {_shown(gpus)}"
     if "networks" in sheet:
         networks = sheet["networks"]
         known = dict.fromkeys(("infiniband", "ethernet"), _RATE)
         yield from _fields(networks, known, "networks", tuple(known))
         if isinstance(networks, dict) and network not in networks:
-            yield f"networks: {network} of --network is missing"
+            yield f"networks: {network} is missing, which --network selects"
     yield from _number(sheet, "host", _RATE, "")
     yield from _number(sheet, "host_memory", _GIB, "")
     if "reached" in sheet:
@@ -107,7 +108,7 @@ def _problems(sheet: Any, network: str) -> Iterator[str]:
 
 def _reached(reached: Any) -> Iterator[str]:
     """Yield the problems of the part `reached`."""
-    # Pairs are lists, which `_fields` does not check: it only knows their names.
+    # `_fields` only accepts the names of the pairs; their values are checked below.
     yield from _fields(reached, _REACHED, "reached", (), _PAIRS)
     if not isinstance(reached, dict):
         return
@@ -118,7 +119,8 @@ def _reached(reached: Any) -> Iterator[str]:
                 yield from _number({f"{name}[{i}]": value}, f"{name}[{i}]", _SHARE, "reached.")
         elif name in reached:
             yield (
-                f"reached.{name}: expected two numbers, of forward and backward, got {_shown(pair)}"
+                f"reached.{name}: expected two numbers, for the forward and the backward pass, "
+                f"got {_shown(pair)}"
             )
 
 
@@ -139,7 +141,7 @@ def _fields(
 ) -> Iterator[str]:
     """Yield the problems of a part's names, numbers and texts.
 
-    `also` are further names of the part, which the caller checks.
+    `also` lists further allowed names, whose values the caller checks.
     """
     if not isinstance(values, dict):
         yield f"{part}: expected the fields {', '.join([*known, *also])}, got {_shown(values)}"
@@ -149,7 +151,7 @@ def _fields(
         if isinstance(kind, Range):
             yield from _number(values, name, kind, f"{part}.")
         elif name in values and not isinstance(values[name], kind):
-            yield f"{part}.{name}: expected a text, got {_shown(values[name])}"
+            yield f"{part}.{name}: expected text, got {_shown(values[name])}"
 
 
 def _names(
@@ -165,7 +167,7 @@ def _names(
 
 
 def _number(values: Mapping[str, Any], name: str, allowed: Range, before: str) -> Iterator[str]:
-    """Yield the problem of a number, if it is there: its type or its range."""
+    """Yield the problem of a number, its type or its range, if the number is present."""
     if name not in values:
         return
     value = values[name]
@@ -179,9 +181,9 @@ def _number(values: Mapping[str, Any], name: str, allowed: Range, before: str) -
 
 
 def _shown(value: Any) -> str:
-    """Return a short text for any value, for a message."""
+    """Return a short description of any value, for use in a message."""
     if isinstance(value, int) and abs(value) >= 1 << 64:
-        return "a whole number of more than 64 bits"  # Python refuses to write very long ones
+        return "an integer of more than 64 bits"  # Python refuses to print very long integers
     if isinstance(value, (dict, list)):
         kind = "mapping" if isinstance(value, dict) else "list"
         return f"a {kind} of {len(value)}"

@@ -1,15 +1,16 @@
-"""Seconds of a training step by cause, from the same lists that a run executes.
+"""Estimate of the seconds in a training step, by cause, from the lists that a run executes.
 
-The times of a microbatch on a stage are estimated first:
+First, the times of one microbatch on a stage are estimated:
 
-* Matrix products take their FLOPs over the rate of products.
-* Attention takes its allowed pairs over the rate of the kernel.
-* Elementwise passes take the bytes that a block saves for backward over the memory bandwidth.
-* Messages take their bytes over the slowest link of their group, minus the compute that hides them.
-* Launches on the host count if no compute hides them.
+* Matrix products take their FLOPs divided by the rate of products.
+* Attention takes the FLOPs of its allowed pairs divided by the kernel's rate.
+* Elementwise passes take the bytes saved for the backward pass divided by the memory bandwidth.
+* Messages take their bytes divided by the rate of their group's slowest link, minus the compute
+  time that they overlap with.
+* Kernel launches on the host count if they do not overlap with compute.
 
-The schedule's list of actions is then simulated with these times, and idle time belongs to the
-pipeline. Two messages that compete for a link are not modelled.
+Then the schedule's list of actions is simulated with these times; idle time counts as `pipeline`.
+Competition between messages for the same link is not modelled.
 """
 
 from __future__ import annotations
@@ -51,26 +52,28 @@ class StepTime:
     """Seconds of a step on the busiest stage."""
 
     compute: float
-    """Forward and backward without recomputation."""
+    """Forward and backward passes, without recomputation."""
     again: float
     """Recomputation."""
     offload: float
-    """Transfers of activations to host memory and back, as far as no block hides them."""
+    """Exposed transfers of activations to host memory and back. Exposed time is the part that does
+    not overlap with compute.
+    """
     tp: float
-    """Messages of tensor parallelism, as far as nothing hides them; cp and ep likewise."""
+    """Exposed messages of tensor parallelism; `cp` and `ep` likewise."""
     cp: float
     ep: float
     dp: float
-    """Gathers of parameters and sums of gradients, as far as nothing hides them."""
+    """Exposed all-gathers of parameters and reductions of gradients."""
     pp: float
-    """Messages between pipeline stages, as far as nothing hides them."""
+    """Exposed messages between pipeline stages."""
     pipeline: float
-    """Idle time of the schedule."""
+    """Idle time in the pipeline schedule."""
     uneven: float
-    """Waiting for the rank with the most work."""
+    """Time spent waiting for the rank with the most work."""
     optimizer: float
     cores: float
-    """Waiting for a core that another rank uses (CPU ranks)."""
+    """Time spent waiting for a core that another rank uses (CPU ranks)."""
 
     @property
     def total(self) -> float:
@@ -79,7 +82,7 @@ class StepTime:
 
     @property
     def binds(self) -> str:
-        """The largest cause except compute, with its share; "" if it is below a hundredth."""
+        """Largest cause other than compute, with its share of the step; "" if below 1 %."""
         causes = {name: seconds for name, seconds in vars(self).items() if name != "compute"}
         name = max(causes, key=lambda cause: causes[cause])
         if causes[name] < self.total / 100:
@@ -89,7 +92,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class _Part:
-    """Seconds of one microbatch on a stage: work, and messages as far as nothing hides them."""
+    """Seconds of one microbatch on a stage: work, and exposed messages."""
 
     work: float = 0.0
     attention: float = 0.0
@@ -115,14 +118,14 @@ class _Part:
 
 
 def _fused_share(config: RunConfig, sample: PackSample) -> float:
-    """Return the share of attention that cuDNN's kernel takes; FlexAttention takes the rest."""
+    """Return the fraction of attention that cuDNN computes; FlexAttention computes the rest."""
     model = config.model
     vision = config.vision
     if config.training.attention_kernel not in ("auto", "cudnn"):
         return 0.0
     if model.softmax_type != "vanilla" or model.head_dim > 128:
         return 0.0
-    # Mock packs have an image per document, whose tokens attend to each other.
+    # In mock packs, every document has an image, whose tokens attend to each other.
     has_spans = vision.vision_num_layers > 0 and config.data.image_attention != "causal"
     if config.data.data_path is None and has_spans:
         return 0.0
@@ -132,7 +135,7 @@ def _fused_share(config: RunConfig, sample: PackSample) -> float:
 def _layer(
     config: RunConfig, hardware: Hardware, sample: PackSample, number: int
 ) -> tuple[_Part, _Part]:
-    """Return forward and backward of a block for one microbatch."""
+    """Return the seconds of a forward and a backward pass of block `number`, for one microbatch."""
     model = config.model
     p = config.parallel
     t = config.training
@@ -141,10 +144,9 @@ def _layer(
     tokens = t.micro_batch_size * config.data.seq_length
     ranks = p.tensor_model_parallel_size * p.context_parallel_size
 
-    # Attended pairs: a causal row, times the share that packs have of them, times the
+    # Attended pairs: the pairs of a causal row, times the fraction that packs attend to, times the
     # imbalance of the cp ranks.
-    # The busiest rank of experts counts, and experts have few rows each, which makes their products
-    # slower.
+    # For experts, the busiest rank counts. Each expert has few rows, so its products are slower.
     causal = t.micro_batch_size * costs.causal_area(config.data.seq_length, layer.window)
     pairs_seen = int(causal * sample.area * sample.shared(config)[0])
     flops = layer.flops(model, tokens, pairs_seen)
@@ -155,10 +157,10 @@ def _layer(
     experts = grouped * busiest / hardware.experts
     products = (flops.matmul - grouped + experts) / ranks / hardware.products
     pairs = costs.pair_flops(model, tokens, number).matmul / ranks / hardware.products
-    # A backward computes gradients of inputs and of weights; frozen weights need only the former.
+    # A backward pass computes gradients of inputs and weights; frozen weights need no gradient.
     trained = MATMUL_BACKWARD if "text" not in config.frozen_parts else 1.0
 
-    # Attention. Narrow heads are slower: an H200 reaches 0.72 of the rate with heads of 64.
+    # Attention. Narrow heads are slower: with heads of width 64, an H200 reaches 0.72 of the rate.
     narrow = min(1.0, model.head_dim / 128) ** 0.5
     fused = _fused_share(config, sample)
     scores = flops.attention / ranks / narrow
@@ -168,16 +170,16 @@ def _layer(
     back = scores * (fused / fused_backward + (1 - fused) / flex_backward)
 
     # Elementwise passes: each saved tensor is written once and read once. A routed block also
-    # copies the rows of a token to its experts, weights them and copies them back.
+    # copies each token's rows to its experts, weights their outputs and copies these back.
     kept_without = _kept(config, number, KEEP_ALL) / hardware.bandwidth
     passes = 2 * kept_without
     if layer.is_routed:
         routed = expert_rows(config) * model.hidden_size * t.element_bytes
         passes += 6 * routed / hardware.bandwidth
-    # The host launches kernels ahead of the GPU, so launches only cost time in small blocks.
+    # The host launches kernels ahead of the GPU, so launches cost time only in small blocks.
     calls = hardware.exposed(hardware.calls, products + passes + there)
 
-    # Recomputation. Attention keeps its output, but a layer with a state computes it again.
+    # Recomputation. The output of attention is saved, but a recurrent layer is recomputed.
     whole_block = products + passes + calls
     if layer.has_state:
         whole_block += there
@@ -188,23 +190,23 @@ def _layer(
         kept = _kept(config, number, t.recompute_granularity) / hardware.bandwidth
         again = 2 * (kept_without - kept)
     if t.mlp_chunk_tokens and not mode.repeats_block:
-        # Tiles compute the first products of the MLP again. A repeated block ends where tiles
-        # begin, so it does not repeat them twice.
+        # Tiles recompute the first products of the MLP. This is not added if the whole block is
+        # recomputed: that recomputation stops before the tiles.
         linears = layer.mlp.linears(model).values()
         up = sum(linear.inputs * linear.outputs for linear in linears if linear.cut == "rows")
         again += (2.0 * tokens * up + experts) / ranks / hardware.products
 
-    # Tensor parallelism gathers the residual stream before attention and MLP, and scatters it after
-    # them. In backward half of it hides under the products of weights, and so does the gather of
-    # inputs for these products. A block with experts counts like a dense one.
+    # Tensor parallelism gathers the residual stream before attention and MLP, and scatters it
+    # afterwards. In the backward pass, half of these messages overlap with weight gradients, and so
+    # does the gather of inputs for them. A block with experts counts like a dense block.
     tensor = 0.0
     if p.tensor_model_parallel_size > 1:
         rate = hardware.ring(p.tensor_model_parallel_size, 1)
         tensor = 4 * (stream_bytes(config) / rate + hardware.latency)
     tensor_backward = tensor * (1 - hardware.overlap / 2)
 
-    # Context parallelism swaps heads and sends keys; backward also sends gradients. Recomputation
-    # swaps the heads once more.
+    # Context parallelism exchanges tokens for heads and sends keys; the backward pass also sends
+    # gradients. Recomputation repeats the exchange for heads.
     swap, sent, hidden = 0.0, 0.0, 0.0
     if not layer.has_state:
         swap, sent, hidden = _context(config, hardware, sample)
@@ -214,7 +216,8 @@ def _layer(
         swap_backward += swap
     attention_backward = ATTENTION_BACKWARD * back
 
-    # Tokens travel to their experts and back, in forward and again in backward: half each.
+    # Tokens are sent to their experts and back in the forward pass, and again in the backward pass.
+    # Each pass gets half of these bytes.
     exchange = expert_bytes(config, number) / hardware.exchange(p.expert_model_parallel_size, 1)
     forward = _Part(
         work=products + pairs + passes + calls,
@@ -236,10 +239,10 @@ def _layer(
 
 @functools.lru_cache(2**14)
 def _kept(config: RunConfig, layer: int, granularity: str) -> int:
-    """Return the bytes that a block saves for backward, without tiles and on a single rank.
+    """Return the bytes that a block saves for the backward pass, without tiles, on a single rank.
 
-    Elementwise passes go over these bytes. They do not change with tiles of the MLP, or with ranks
-    that share a row.
+    Elementwise passes read and write these bytes. MLP tiles and the number of ranks that share a
+    row do not change them.
     """
     changes: dict[str, Value] = {"mlp_chunk_tokens": 0, "recompute_granularity": granularity}
     whole = with_values(as_one_rank(config), changes)
@@ -249,10 +252,10 @@ def _kept(config: RunConfig, layer: int, granularity: str) -> int:
 def _context(
     config: RunConfig, hardware: Hardware, sample: PackSample
 ) -> tuple[float, float, float]:
-    """Return the times of context parallelism in the forward of a layer's attention.
+    """Return the times of context parallelism in the forward pass of a layer's attention.
 
-    These are the seconds of swapping heads, the seconds of sending K/V, and the share of attention
-    under which sending hides.
+    The three values are the seconds to exchange tokens for heads, the seconds to send K/V, and the
+    fraction of attention that sending can overlap with.
     """
     p = config.parallel
     tp = p.tensor_model_parallel_size
@@ -264,11 +267,11 @@ def _context(
     heads = transport.head_ranks(cp, sizes)
     ring = transport.key_ranks(cp, sizes)
     swap = 0.0
-    if heads > 1:  # q, k and v, and the output back
+    if heads > 1:  # exchange q, k and v, and then the output
         swap = swap_bytes(config) / hardware.exchange(heads, tp) + 2 * hardware.latency
     sent = 0.0
     if ring > 1:
-        # A ring talks to one neighbour, a gather uses a collective, and kv_exchange an all-to-all.
+        # A ring sends to one neighbour, all_gather is a collective, and kv_exchange an all-to-all.
         rates = {"ring": hardware.link, "gathered": hardware.ring, "needed": hardware.exchange}
         rate = rates[transport.keys](ring, tp * heads)
         launches = transport.messages(cp, sizes) * hardware.latency
@@ -284,12 +287,12 @@ def _stage(
     stage: int,
     chunks: Sequence[range],
 ) -> tuple[_Part, _Part]:
-    """Return forward and backward of a whole stage for one microbatch."""
+    """Return the seconds of a forward and a backward pass of a stage, for one microbatch."""
     p = config.parallel
     t = config.training
     stages = p.pipeline_model_parallel_size
 
-    # Blocks: equal ones are estimated once.
+    # Blocks of the same kind are estimated once.
     first_alike = costs.first_alike(config.model)
     alike = Counter(first_alike[layer] for layer in itertools.chain(*chunks))
     forward = _Part()
@@ -307,12 +310,12 @@ def _stage(
         forward += there
         backward += back
 
-    # Gradients are added to their sums in the wider dtype.
+    # Gradients are accumulated in the wider dtype.
     trained = stage_parameters(config, chunks, trained=True)
     summed = trained * (t.element_bytes + 2 * t.accumulation_bytes) / hardware.bandwidth
     backward += _Part(work=summed)
 
-    # Offloaded activations are copied out during forward, and back during backward.
+    # Activations are copied to the host in the forward pass, and back in the backward pass.
     if t.activation_offload:
         kept = sum(block_memory(config, layer).kept * count for layer, count in alike.items())
         moved = kept * sum(costs.offloaded_blocks(config, chunks)) / alike.total() / hardware.host
@@ -321,7 +324,7 @@ def _stage(
     if p.sharding.gradients:
         gather, scatter = _sharded(config, world_size, hardware, chunks)
         if p.sharding.parameters:
-            # Half of the gathers are in forward, half in backward.
+            # Half of the gathers are in the forward pass, half in the backward pass.
             gathers = gathers_a_step(config, world_size, len(chunks))
             gather *= gathers / config.num_microbatches(world_size) / 2
         else:
@@ -331,7 +334,8 @@ def _stage(
     if stages > 1:
         rate = hardware.link(stages, world_size // stages)
         one = boundary_bytes(config) / rate + hardware.latency
-        # The first chunk of the model receives no message in forward, the last none in backward.
+        # The model's first chunk receives no message in the forward pass, and its last chunk
+        # receives none in the backward pass.
         arriving = len(chunks) - 1 if stage == 0 else len(chunks)
         returning = len(chunks) - 1 if stage == stages - 1 else len(chunks)
         forward += _Part(pp=hardware.exposed(one * arriving, forward.total))
@@ -340,21 +344,20 @@ def _stage(
 
 
 def _head(config: RunConfig, hardware: Hardware) -> _Part:
-    """Return the head and the loss, which computes its gradients in forward.
-
+    """Return the seconds of head and loss in the forward pass, which already computes gradients.
     The loss takes about five passes over the logits.
     """
     tokens = config.training.micro_batch_size * config.data.seq_length
     ranks = config.parallel.tensor_model_parallel_size * config.parallel.context_parallel_size
     head = costs.head_flops(config.model, tokens).matmul / ranks / hardware.products
     logits = tokens_per_rank(config) * costs.logit_bytes(config) / hardware.bandwidth
-    # forward, the gradient of the input, and the gradient of the weight if it is trained
+    # the output, the input gradient, and the weight gradient if the weight is trained
     products = 2 if "text" in config.frozen_parts else 3
     return _Part(work=products * head + 5 * logits)
 
 
 def _tower(config: RunConfig, world_size: int, hardware: Hardware) -> tuple[_Part, _Part]:
-    """Return forward and backward of the vision tower for one microbatch."""
+    """Return the seconds of a forward and a backward pass of the tower, for one microbatch."""
     factor, sharers = costs.encoders(config, world_size)
     tp = config.parallel.tensor_model_parallel_size
     # The images of `factor` packs are divided among `sharers` x tp ranks.
@@ -362,7 +365,7 @@ def _tower(config: RunConfig, world_size: int, hardware: Hardware) -> tuple[_Par
     crops, pooled = costs.planned_images(config)
     of_crops = costs.crop_flops(config).times(crops).forward
     of_pooled = costs.pooled_flops(config).times(pooled).forward
-    # `once` is the forward; `every` also contains the backward of trained parts.
+    # `once` is the forward pass; `every` also includes the backward pass of trained parts.
     once = (of_crops + of_pooled) * packs / hardware.products
     every = costs.vision_flops(config, crops, pooled) * packs / hardware.products
     again = 0.0
@@ -374,17 +377,17 @@ def _tower(config: RunConfig, world_size: int, hardware: Hardware) -> tuple[_Par
 def _sharded(
     config: RunConfig, world_size: int, hardware: Hardware, chunks: Sequence[range]
 ) -> tuple[float, float]:
-    """Return the seconds of gathering a stage's parameters and of summing its gradients.
+    """Return the seconds to gather a stage's parameters and the seconds to reduce its gradients.
 
-    Dense parameters are shared over dp x cp, experts over edp. Whole frozen parameters are not
-    gathered.
+    Dense parameters are sharded across dp x cp ranks, experts across edp ranks. Frozen parameters
+    that are not sharded are not gathered.
     """
     gather = 0.0
     scatter = 0.0
     for part in shared_messages(config, chunks, world_size):
         rate = hardware.ring(part.ranks, part.stride)
-        # Each bucket goes round the ring once. A latency covers a launch and a few hops, so a hop
-        # counts as a quarter of it.
+        # Each bucket goes around the ring once. `latency` covers a launch and a few hops, so one
+        # hop counts as a quarter of it.
         buckets = -(-part.moved // config.parallel.ddp_bucket_size)
         hops = (part.ranks - 1) * hardware.latency / 4 * buckets
         gather += part.gather / rate + hops
@@ -393,13 +396,13 @@ def _sharded(
 
 
 def in_lockstep(config: RunConfig, world_size: int) -> int:
-    """Return how many replicas wait for each other in every microbatch.
+    """Return the number of replicas that wait for each other in every microbatch.
 
-    Replicas wait if they gather parameters or exchange tokens in each of them.
+    Replicas wait if they gather parameters or exchange tokens in every microbatch.
     """
     p = config.parallel
     dp = config.data_parallel_size(world_size)
-    # A schedule gathers the single chunk of a stage only once per step.
+    # If a stage has a single chunk, the schedule gathers it only once per step.
     repeats = p.pipeline_model_parallel_size == 1 or p.num_virtual_stages_per_pipeline_rank > 1
     gathering = 0
     if repeats and p.sharding.parameters:
@@ -416,14 +419,14 @@ def stage_parts(
     sample: PackSample,
     layers: Sequence[Sequence[range]],
 ) -> tuple[list[tuple[_Part, _Part]], int, float, float]:
-    """Return four things:
+    """Return four values:
 
-    * forward and backward of each stage for one microbatch,
+    * the seconds of each stage's forward and backward pass, for one microbatch,
     * the number of the busiest stage,
-    * its seconds of data parallelism per step that no microbatch hides,
-    * its seconds of the optimizer.
+    * its exposed seconds of data parallelism per step,
+    * its seconds for the optimizer update.
     """
-    # Stages of the same kind take equally long, so each kind is estimated once.
+    # Stages of the same kind take the same time, so each kind is estimated once.
     kinds = [stage_kind(config, *stage) for stage in enumerate(layers)]
     alike = dict(zip(kinds, enumerate(layers), strict=True))
     known = {}
@@ -436,14 +439,15 @@ def stage_parts(
     p = config.parallel
     t = config.training
 
-    # Messages of a whole step hide under one forward (gathers) and one backward (sums).
+    # Messages that are sent once per step overlap with one microbatch: gathers with its forward
+    # pass, reductions with its backward pass.
     exposed = 0.0
     if not p.sharding.parameters:
         gather, scatter = _sharded(config, world_size, hardware, layers[busiest])
         exposed = hardware.exposed(gather, forward.total)
         if not p.sharding.gradients:
             exposed += hardware.exposed(scatter, backward.total)
-    # Copies of the optimizer also sum their gradients with each other.
+    # Copies of the optimizer also reduce their gradients across copies.
     instances = p.num_distributed_optimizer_instances
     if instances > 1:
         dp = config.data_parallel_size(world_size)
@@ -452,7 +456,7 @@ def stage_parts(
         exposed += summed / hardware.ring(instances, stride)
 
     # The gradient norm reads the gradients. The update reads gradients, master weights and two
-    # moments, and writes the last three and the weights. The next step clears the gradients.
+    # moments; it writes master weights, moments and weights. The next step clears the gradients.
     trained = stage_parameters(config, layers[busiest], trained=True)
     share = 0.0
     for _, count, ranks, _ in shared_parts(config, layers[busiest], world_size):
@@ -470,9 +474,9 @@ def step_time(
     *,
     idles: bool = True,
 ) -> StepTime:
-    """Return the time of a step of a checked configuration on `world_size` ranks.
+    """Return the step time of a checked configuration on `world_size` ranks.
 
-    With `idles=False`, return a lower bound: the time if no stage were idle.
+    With `idles=False`, return a lower bound: the time without idle stages.
     """
     config, sample = one_row(config, world_size, sample)
     microbatches = config.num_microbatches(world_size)
@@ -489,7 +493,7 @@ def step_time(
     if len(parts) == 1:
         waiting = turns * span
     elif idles:
-        # Run the schedule's actions on a clock; the last stage to finish ends the step.
+        # Simulate the schedule's actions. The step ends when the last stage finishes.
         times = [kind_seconds(config, *part) for part in parts]
         chunks = config.parallel.num_virtual_stages_per_pipeline_rank
         spans = timeline(orders(config, world_size), chunks, times)
@@ -497,11 +501,11 @@ def step_time(
         if turns:
             waiting = _turns(spans, hardware.cores * len(parts) / world_size)
 
-    # Replicas in lockstep wait for the largest pack of every microbatch; without lockstep, for the
-    # largest sum over a step.
+    # Replicas in lockstep wait for the largest pack of every microbatch. Other replicas wait for
+    # the largest sum in a step.
     drawn = 1 if in_lockstep(config, world_size) > 1 else microbatches
-    # `spent` has the attention of the busiest cp rank for a mean pack. A mean cp rank computes
-    # `even`. The replica with the largest packs computes `most`, and the other ones wait for it.
+    # `spent` includes the attention of the busiest cp rank for an average pack. The average cp rank
+    # computes `even`. The replica with the largest packs computes `most`; the others wait for it.
     even = spent.attention / sample.shared(config)[0]
     most = spent.attention * sample.largest(dp, drawn)
 
@@ -524,11 +528,11 @@ def step_time(
 
 
 def _turns(spans: Sequence[Sequence[Span]], cores: float) -> float:
-    """Return the seconds that a pipeline takes longer on `cores` cores.
+    """Return the extra seconds that a pipeline takes if it has only `cores` cores.
 
-    While more stages compute at once than there are cores, they take turns.
+    Stages take turns while more of them compute at once than there are cores.
     """
-    # Sweep over the times at which a stage begins (+1) or ends (-1) an action.
+    # Visit the times at which a stage begins (+1) or ends (-1) an action, in order.
     edges = []
     for stage in spans:
         for span in stage:
@@ -546,7 +550,7 @@ def _turns(spans: Sequence[Sequence[Span]], cores: float) -> float:
 def kind_seconds(config: RunConfig, forward: _Part, backward: _Part) -> Mapping[Kind, float]:
     """Return the seconds of each kind of action on a stage, for the timeline.
 
-    The products of weight gradients are half of the work of a backward, at most that of a forward.
+    Weight gradients take half of the work in a backward pass, and at most that of a forward pass.
     """
     defers = config.parallel.defers_weight_gradients
     weights = min(forward.work, backward.work / 2) if defers else 0.0

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megacp.engine.config.cli import OneLineParser, path_text, path_texts
-from megacp.engine.config.yaml_file import nearest
+from megacp.engine.config.other_programs import nearest
 from megacp.training.monitor.console import ends_with_its_reader, say, warn
 
 if TYPE_CHECKING:
@@ -197,8 +197,8 @@ _RECORDS = (
 )
 _IMAGES = "Records may contain images if any of these flags or --max-crops-per-pack is given."
 _INPUTS = (
-    "input files (.jsonl, .json, .gz, .zst, .parquet, .tar, .csv, .tsv or .txt): paths, URLs, or "
-    "patterns with *"
+    "input files (.jsonl, .json, .gz, .zst, .parquet, .tar, .csv, .tsv or .txt), or tokenized "
+    "Megatron datasets (.idx): paths, URLs, or patterns with *"
 )
 _TOKENIZERS = (
     "byte | FOLDER of a model | FILE.model (SentencePiece) | tokenizer.json | "
@@ -291,7 +291,8 @@ BUILD_FLAGS: dict[tuple[str, str], list[tuple[str, str, dict[str, Any]]]] = {
         ),
         (
             "--tokenizer-engine",
-            "auto uses the fast engine if it produces identical ids (auto)",
+            "implementation of the tokenizer: auto uses a fast one if it gives identical ids, "
+            "reference always uses the tokenizer's own library (auto)",
             {"choices": ("auto", "reference"), "default": "auto"},
         ),
     ],

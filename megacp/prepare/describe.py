@@ -42,13 +42,14 @@ def describe_pack(
     share = padded / manifest.seq_length
     lines = [
         f"pack {index} of {len(dataset)}: {counted(len(pack.segments), 'document')}, "
-        f"{len(pack.tokens)} tokens, {learned_of_pack(pack)} learned, {padded} padded, "
+        f"{counted(len(pack.tokens), 'token')}, {learned_of_pack(pack)} learned, {padded} padded, "
         f"{share:.2%} of --seq-length {manifest.seq_length}; \u00ablearned\u00bb"
     ]
     for number, (here, branches) in enumerate(pack_documents(pack)):
         # --documents 0 shows all documents
         if documents and number >= documents:
-            lines.append(f"  {len(pack.segments) - number} more documents; --documents 0 shows all")
+            more = counted(len(pack.segments) - number, "more document")
+            lines.append(f"  {more}; --documents 0 shows all")
             break
         row = pack.segments[number]
         tokens = pack.tokens[here]
@@ -67,7 +68,7 @@ def describe_pack(
         if row["flags"] & FLAG_SPLIT:
             note = f" (piece from token {row['source_start']})"
         source = f"{manifest.sources[row['source_file']]} @ {row['source_offset']}"
-        lines.append(f"  [{number}] {len(tokens)} tokens{note}  {weights}  {source}")
+        lines.append(f"  [{number}] {counted(len(tokens), 'token')}{note}  {weights}  {source}")
         # its text: the prefix, then the branches, indented by their depth
         for i, (first, last, above) in enumerate(document_parts(len(tokens), branches)):
             shown = _marked(tokens[first:last], learned[first:last], tokenizer, characters)
@@ -78,7 +79,7 @@ def describe_pack(
             if len(above) > 1:  # of another branch
                 name += f" of {above[-1]}"
             indent = "  " * len(above)
-            lines.append(f"{indent}    {name}: {last - first} tokens  {shown}")
+            lines.append(f"{indent}    {name}: {counted(last - first, 'token')}  {shown}")
     return "\n".join(lines + _boundaries(pack))
 
 
@@ -171,8 +172,8 @@ def _images(pack: Pack, segment: int) -> list[str]:
         lines.append(
             f"      {what}{branch}: tokens "
             f"{first['start']}..{stop}, "
-            f"{crops[rows].sum()} crops, {pooled[rows].sum()} pooled tokens, "
-            f"{size:,} bytes"
+            f"{counted(int(crops[rows].sum()), 'crop')}, "
+            f"{counted(int(pooled[rows].sum()), 'pooled token')}, {counted(size, 'byte')}"
         )
     return lines
 
@@ -183,8 +184,8 @@ def _boundaries(pack: Pack) -> list[str]:
         return []
     units = pack.images.units
     lines = [
-        f"  {len(units)} units, {units['image_stop'][-1]} crops, {units['pooled_stop'][-1]} pooled "
-        "tokens"
+        f"  {counted(len(units), 'unit')}, {counted(int(units['image_stop'][-1]), 'crop')}, "
+        f"{counted(int(units['pooled_stop'][-1]), 'pooled token')}"
     ]
     # the split of the crops is stored for each size in --cp-degrees
     for degree, table in sorted(pack.images.boundaries.items()):

@@ -500,7 +500,7 @@ def _client(url: Url) -> tuple[Any, str]:
         import fsspec
     except ImportError as error:
         raise ValueError(
-            f"{url}: URLs need the package fsspec: pip install 'megacp[store]'"
+            f"{url}: URLs need the package fsspec: pip install -e '.[store]'"
         ) from error
     options: dict[str, Any] = {}
     # turn off botocore's retries, because both s3fs and `_retried` also retry

@@ -1,7 +1,7 @@
-"""Everything around a step: data, checkpoints, logs, the loop, and starting ranks.
+"""Everything around a training step: data, checkpoints, logs, the loop, and the start of ranks.
 
-A `Trainer` is one rank of a run. A `PackedDataset` is read through a `PackedLoader`. The package
-imports megacp.engine and the packages below it.
+A `Trainer` runs one rank. It reads a `PackedDataset` through a `PackedLoader`. This package may
+import megacp.engine and lower packages.
 """
 
 from megacp.public import exports

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from megacp.engine.config.run import Value
 
-# Sizes of every tiny model. The embeddings are tied to the output weights, and the heads share
-# groups of keys and values. The vocabulary is a prime number, so every tp must pad it.
+# Sizes of every tiny model. The embedding is tied to the output weights, and query heads share
+# groups of keys and values. The vocabulary size is prime, so it must be padded for every tp.
 TINY_SIZES: dict[str, int] = {
     "num_layers": 4,
     "hidden_size": 64,
@@ -17,7 +17,7 @@ TINY_SIZES: dict[str, int] = {
 }
 # A vision tower and its connector, to be added to any decoder.
 TINY_TOWER: dict[str, Value] = {
-    # With 0.02, rounding in the decoder's gradients would hide the tower's gradients.
+    # With 0.02, rounding errors in the decoder's gradients would hide the tower's gradients.
     "init_method_std": 0.15,
     "vision_num_layers": 3,
     "vision_hidden_size": 32,
@@ -41,13 +41,13 @@ _LLAMA3: dict[str, Value] = {
     "rope_scaling_factor": 8.0,
     "rope_original_max_positions": 64,
 }
-# Both rope scalings start from few positions. A tiny row is then longer than the original context.
+# Both rope scalings have a short original context, so that even a tiny row is longer.
 _YARN: dict[str, Value] = {
     "rope_scaling": "yarn",
     "rope_scaling_factor": 4.0,
     "rope_original_max_positions": 16,
 }
-# Windows of 20 tokens are shorter than a row and do not divide the blocks of context parallelism.
+# Windows of 20 tokens are shorter than a row and do not divide context-parallel blocks evenly.
 # Every third layer has full attention.
 _GEMMA3: dict[str, Value] = {
     "apply_layernorm_1p": True,
@@ -64,7 +64,7 @@ _QWEN3_5: dict[str, Value] = {
     "image_attention": "causal",
     "apply_layernorm_1p": True,
     "init_method_std": 0.08,
-    # Keys and values have different sizes: a swap of the two dimensions then fails.
+    # Keys and values differ in size, so that swapped dimensions cause an error.
     "linear_attention_freq": "4",
     "linear_num_key_heads": 8,
     "linear_num_value_heads": 8,
@@ -105,13 +105,13 @@ _GPT_OSS: dict[str, Value] = {
     **_MOE,
     "moe_router_bias": True,
     "yarn_correction_range_round_to_int": False,
-    # gpt-oss has no shared expert. These values replace the values of _MOE.
+    # gpt-oss has no shared expert, so these values override _MOE.
     "moe_shared_expert_intermediate_size": None,
     "moe_shared_expert_gate": False,
     "moe_layer_freq": "1",
 }
 
-# Models by the name that `--model` takes. `tiny_biased` is the only model with dropout.
+# The models that `--model` selects by name. `tiny_biased` is the only model with dropout.
 MODELS: dict[str, dict[str, Value]] = {
     "tiny_llm": {**TINY_SIZES},
     "tiny_llama": {**_UNTIED, **_LLAMA3},

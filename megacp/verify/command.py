@@ -1,13 +1,13 @@
-"""Check that a layout trains like one process, on random packs on this machine's CPU.
+"""Check that a parallel layout trains like one process, on random packs on this machine's CPU.
 
     python tools/check_parity.py --nproc 8 --tensor-model-parallel-size 2 --mask mixed \
         --pipeline-model-parallel-size 2 --context-parallel-size 2
     python tools/check_parity.py --config my_run.yaml --nproc 8
 
 The command accepts every flag of megacp.train, including `--config`. It reduces sizes that are too
-large for one process and prints the changes. With `--data-path`, it uses stored packs. The exit
-status is 0 if the results are the same, 1 if they differ, 2 if the flags are invalid, and 3 if a
-rank failed.
+large for one process and prints the changes. With `--data-path`, it uses the dataset's packs. The
+exit status is 0 if the results are the same, 1 if they differ, 2 if the flags are invalid, and 3 if
+a rank failed.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def _count(text: str) -> int:
 
 def _arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     about = (
-        "Train a layout on random packs and compare it with one process. All flags of megacp.train "
-        "are accepted too."
+        "Train with a parallel layout on random packs and compare the results with one process. "
+        "All flags of megacp.train are accepted, too."
     )
     parser = OneLineParser(description=about, allow_abbrev=False)
     parser.add_argument(
@@ -53,32 +53,33 @@ def _arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--mask",
         choices=MASKS,
-        help="mask of the random packs (default: --attention-mask, or mixed with a vision tower)",
+        help="attention mask of the random packs (default: --attention-mask, or mixed for a model "
+        "with a vision tower)",
     )
     parser.add_argument(
         "--model",
         choices=list(MODELS),
-        help="tiny model to train (default: the model of --config, or tiny_llm)",
+        help="tiny model to train (default: the model in --config, or tiny_llm without --config)",
     )
     parser.add_argument(
         "--steps",
         type=_count,
         default=2,
         metavar="N",
-        help="number of optimizer steps to compare (default 2)",
+        help="number of optimizer steps to compare (default: 2)",
     )
     parser.add_argument(
         "--timeout",
         type=_count,
         default=600,
         metavar="S",
-        help="seconds before a hang is reported (default 600)",
+        help="seconds without an answer before a hang is reported (default: 600)",
     )
     return parser.parse_known_args(argv)
 
 
 def setup_of(own: argparse.Namespace, rest: Sequence[str]) -> ParitySetup:
-    """Return the setup of the comparison. Raise ValueError if a flag is invalid."""
+    """Return the settings of the comparison. Raise ValueError if a flag is invalid."""
     # `--config FILE` and `--config=FILE` are both possible.
     has_config = any(argument.partition("=")[0] == "--config" for argument in rest)
     return prepare(
@@ -87,10 +88,10 @@ def setup_of(own: argparse.Namespace, rest: Sequence[str]) -> ParitySetup:
 
 
 def _resolved(setup: ParitySetup) -> ParitySetup:
-    """Replace `auto` values like a run does, based on the first rows. Print the choice."""
+    """Resolve `auto` values from the first rows, as a run does, and print the choice."""
 
     def rows() -> list[PackedBatch]:
-        # No rank has started yet, so these are the rows of a single process.
+        # No ranks have been started yet, so use the rows of a single process.
         whole = Rows(single_axis("cp"), DataRank(), setup.config.training.micro_batch_size)
         packs = setup.rules or open_sources(setup.config)[1]
         return microbatches(setup.config, packs, 1, whole)
@@ -110,7 +111,7 @@ def _heading(setup: ParitySetup) -> str:
         if setup.rules
         else f"packs of {shown_path(c.data.data_path)}"
     )
-    # The axes from the outermost to the innermost.
+    # From the outermost to the innermost axis.
     sizes = {"pp": p.pipeline_model_parallel_size, "dp": c.data_parallel_size(setup.world_size)}
     sizes |= {"cp": p.context_parallel_size, "tp": p.tensor_model_parallel_size}
     lines = [
@@ -137,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     say(_heading(setup))
     begin = time.monotonic()
-    # The single process trains first. Both runs use the same rules and seeds, so the same packs.
+    # The single process trains first. Both runs use the same rules and seeds, hence the same packs.
     try:
         setup = _resolved(setup)
         (reference,) = run_ranks(

@@ -1,8 +1,8 @@
-"""Simulate a CUDA device, so that FakeTensorMode supports `cuda` on a CPU build of torch.
+"""Simulates a CUDA device, so that FakeTensorMode supports `cuda` in a CPU build of torch.
 
 `load_fake_cuda` compiles fake_cuda.cpp once with g++ and loads it. Call it before the first import
-of torch, because torch looks up its CUDA hooks only once. Autograd then runs backward in the
-device's thread, like on a GPU.
+of torch, because torch looks up its CUDA hooks only once. Autograd then runs the backward pass in
+the device's thread, as on a GPU.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def load_fake_cuda() -> None:
     assert spec is not None and spec.submodule_search_locations, "torch is a requirement"
     home = Path(spec.submodule_search_locations[0])
     if (home / "lib" / "libtorch_cuda.so").exists():
-        raise ValueError(f"--fake needs a CPU build of torch, but {home} is a CUDA build")
-    # A new source, place or version of torch needs a new build.
+        raise ValueError(f"--fake requires a CPU build of torch, but {home} is a CUDA build")
+    # A change to the source, or to the path or version of torch, requires a new build.
     built_for = f"{files.sha256_of(SOURCE)[1]} {home} {version('torch')}".encode()
 
     # `kept_folder` calls this only if the cache has no library for `built_for`.

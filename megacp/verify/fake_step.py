@@ -1,13 +1,13 @@
-"""Simulate a training step of one rank without a GPU, and record its memory and communication.
+"""Simulates a training step of one rank without a GPU, and records its memory and communication.
 
 The model, plan, schedule and optimizer are real. Tensors are FakeTensors on the device `cuda` and
-have no values. Process groups send nothing (torch's "fake" backend). Operators refuse tensors on
-two devices, autograd runs backward in the device's thread, and Dynamo traces every function that a
-GPU would compile. Only the compiled kernels are faked.
+have no values. Process groups send nothing (torch's "fake" backend). Operators reject tensors on
+different devices, autograd runs the backward pass in the device's thread, and Dynamo traces every
+function that would be compiled on a GPU. Only the compiled kernels are faked.
 
-Memory is the number of bytes of all storages on the device, by the phase that allocated them. A
-compiled function counts only its results. Fragmentation, communicators and buffers inside kernels
-are not included.
+Memory is the size of all storages on the device in bytes, grouped by the phase that allocated them.
+For a compiled function, only its results count. Fragmentation, communicators and buffers inside
+kernels are not included.
 """
 
 from __future__ import annotations
@@ -56,18 +56,18 @@ from megacp.training.loop.sources import open_sources
 
 
 class Watch(TorchDispatchMode):
-    """A recorder of device memory by category and of collective calls, in all autograd threads."""
+    """Records device memory by category, and collective calls, in all autograd threads."""
 
     supports_higher_order_operators = True
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """True, because Dynamo should compile while this mode is active."""
+        """Return True, because Dynamo should compile while this mode is active."""
         return True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """True, because `chain` reports the results of compiled functions."""
+        """Return True, because `chain` reports the results of compiled functions."""
         return True
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class Watch(TorchDispatchMode):
         self.begin()
 
     def begin(self) -> None:
-        """Reset all counts. Storages that were known before no longer count when they are freed."""
+        """Reset all counts. Freeing a storage from before the reset does not change the counts."""
         self.category, self.chains = "other", 0
         self.held: Counter[str] = Counter()
         self.peak: dict[str, int] = {}
@@ -89,7 +89,7 @@ class Watch(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         if (call := recorded(function, args, kwargs or {})) is not None:
             self.calls.append(call)
-        # Tensors that Dynamo creates while it traces do not occupy memory in a real step.
+        # Tensors that Dynamo creates during tracing occupy no memory in a real step.
         if not self.chains and TracingContext.try_get() is None:
             for x in tree_iter(result):
                 if isinstance(x, torch.Tensor):
@@ -97,7 +97,7 @@ class Watch(TorchDispatchMode):
         return result
 
     def see(self, x: torch.Tensor, category: str = "") -> None:
-        """Count the storage of a tensor once. If `category` is given, move the storage there."""
+        """Count a tensor's storage once; if `category` is given, move the storage there."""
         if x.device.type != "cuda":
             return
         # The storage of a DTensor itself would have the size of the full tensor.
@@ -127,7 +127,7 @@ class Watch(TorchDispatchMode):
     def phase(self, name: str) -> Iterator[None]:
         """Count allocations within this context under the phase `name`.
 
-        Tensors that forward allocates are activations.
+        Tensors that the forward pass allocates are activations.
         """
         before = self.category
         self.category = {"forward": "activations", "shard": "rows"}.get(name, name)
@@ -137,9 +137,9 @@ class Watch(TorchDispatchMode):
             self.category = before
 
     def chain(self, graph: Any, inputs: Sequence[Any]) -> Any:
-        """Return `graph` as a compiled function that counts only its results.
+        """Return `graph` as a function whose results are counted, but not its other tensors.
 
-        This is the backend of the compiler.
+        This method is the backend of `torch.compile`.
         """
 
         def call(*args: Any) -> Any:
@@ -174,7 +174,7 @@ class _NoStream:
 
 
 def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """Call the operator that torch would choose on a GPU for crops without a mask.
+    """Call the attention operator that torch would choose on a GPU for crops without a mask.
 
     A CPU build of torch would choose a different operator.
     """
@@ -188,7 +188,7 @@ def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) 
 def _device(watch: Watch, rank: int) -> Iterator[None]:
     """Make torch.cuda behave like a Hopper GPU with fake kernels.
 
-    Values that the host reads from the device are 1.
+    Every value that the host reads from the device is 1.
     """
     item, tolist = torch.Tensor.item, torch.Tensor.tolist
     resize, compile = torch.UntypedStorage.resize_, torch.compile
@@ -201,13 +201,13 @@ def _device(watch: Watch, rank: int) -> Iterator[None]:
         return result
 
     def graphs(score: Callable, example: tuple, buffers: tuple) -> tuple[Callable, Callable]:
-        # FlexAttention creates a scalar on the device while its backward is traced.
+        # FlexAttention creates a scalar on the device while its backward pass is traced.
         with detect_fake_mode(example) or contextlib.nullcontext():
             return create_fw_bw_graph(score, example, buffers)
 
     nothing = lambda *args, **named: None  # noqa: E731
     hopper = mock.Mock(major=9, minor=0, multi_processor_count=132, total_memory=80 << 30)
-    # Replacements by owner. Every function that would need a real device has one.
+    # Replacements, by owner, for every function that would need a real device.
     patches: dict[str, dict[str, Any]] = {
         "torch.cuda": {
             "is_available": lambda: True,
@@ -221,7 +221,7 @@ def _device(watch: Watch, rank: int) -> Iterator[None]:
             "get_device_properties": lambda device=None: hopper,
             **dict.fromkeys(("Stream", "Event", "device", "stream", "current_stream"), _NoStream),
         },
-        # A fake tensor has no values. While Dynamo traces, it needs the original `item`.
+        # Fake tensors have no values. During tracing, Dynamo needs the original `item`.
         "torch.Tensor": {
             "item": lambda x: (
                 1.0 if isinstance(x, FakeTensor) and TracingContext.try_get() is None else item(x)
@@ -253,7 +253,7 @@ def _device(watch: Watch, rank: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def planned_routes(config: RunConfig, busy: int) -> Iterator[None]:
-    """Route tokens to experts as the dry run plans.
+    """Route tokens to experts as the dry run assumes.
 
     The ep rank `busy` receives the planned load. All other ranks share the remaining rows equally.
     """
@@ -268,7 +268,7 @@ def planned_routes(config: RunConfig, busy: int) -> Iterator[None]:
         return [*found[:busy], most, *found[busy:]]
 
     def received(route: Route) -> list[int]:
-        # Ranks are assumed to be equal: each one sends this rank what this rank would send itself.
+        # All ranks are assumed to send alike: each sends this rank what it would send to itself.
         return [sent(route)[route.axis.rank]] * route.axis.size
 
     with mock.patch.multiple(Route, sent=property(sent), received=property(received)):
@@ -277,11 +277,11 @@ def planned_routes(config: RunConfig, busy: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Rank:
-    """Memory and communication of one rank in one step."""
+    """The memory and communication of one rank in one step."""
 
     rank: int
     peak: dict[str, int]
-    """Bytes at the peak: weights, gradients, optimizer, activations, rows, or a phase's name."""
+    """Bytes at the peak by category: weights, gradients, optimizer, activations, rows, phases."""
     state: dict[str, int]
     """Bytes of weights, gradients and optimizer between steps."""
     calls: list[Call]
@@ -295,10 +295,10 @@ class Rank:
 def full_row(
     config: RunConfig, packs: int, mask: str, encoder: tuple[int, int] | None
 ) -> PackedBatch:
-    """Return a row of random packs of full length with the planned images.
+    """Return a full-length row of random packs with the planned images.
 
-    `encoder` is this rank's number and the number of ranks that share the images. None means that
-    the rank is on a later stage and has no images.
+    `encoder` is this rank's index among the ranks that share the images, and their number. None
+    means that the rank is on a later stage and has no images.
     """
     rules = MockRules(config.model.vocab_size, config.data.seq_length, mask)
     batch = mock_batch(range(packs), rules)
@@ -307,7 +307,7 @@ def full_row(
         return batch
     # Every image has the smallest size, so the planned crops are many small images.
     of_one, _ = config.vision.smallest_image
-    # Cumulative ends of the images: crops, and their pooled tokens.
+    # Cumulative ends of the images, in crops and in pooled tokens.
     edges = np.arange(of_one, crops + 1, of_one)
     bounds = edges, edges * pooled // max(crops, 1)
     rank, ranks = encoder or (0, 1)
@@ -329,7 +329,7 @@ def full_row(
 def microbatches_computed(config: RunConfig, world_size: int) -> int:
     """Return the number of microbatches in a fake step.
 
-    More microbatches would only extend the steady state of the schedule, at the same peak.
+    More microbatches would only prolong the schedule's steady state without changing the peak.
     """
     stages = config.parallel.pipeline_model_parallel_size
     return min(
@@ -341,10 +341,10 @@ def microbatches_computed(config: RunConfig, world_size: int) -> int:
 def step(
     config: RunConfig, world_size: int, rank: int, mask: str, watch: Watch, busy: int = 0
 ) -> Rank:
-    """Build the model of a checked config on a rank and train it for one step of equal rows.
+    """Build one rank's model from a validated config and train it for one step on equal rows.
 
-    `busy` is the ep rank that receives the planned load. The first step of a process compiles, and
-    its peak is a few percent higher because Dynamo keeps the traced inputs.
+    `busy` is the ep rank that receives the planned load. The first step in a process compiles, and
+    its peak is a few percent higher, because Dynamo keeps the traced inputs.
     """
     gc.collect()
     watch.begin()
@@ -369,9 +369,9 @@ def step(
 
 
 def _state(model: ParallelModel, watch: Watch) -> dict[str, int]:
-    """Assign the tensors that a rank keeps between steps to the categories STATE.
+    """Assign the tensors that a rank keeps between steps to the categories in STATE.
 
-    Return bytes by category.
+    Return the bytes in each category.
     """
     kept: dict[str, list[torch.Tensor]] = {name: [] for name in STATE}
     for chunk in model.chunks:
@@ -390,8 +390,8 @@ def _state(model: ParallelModel, watch: Watch) -> dict[str, int]:
 
 
 def neighbours(shape: GridShape, rank: int) -> list[int]:
-    """Return the next rank on each axis (tp, cp, dp, pp) with more than one rank."""
-    # The ranks of each axis that contain `rank`, in order. The last rank is followed by the first.
+    """Return the next rank along each axis (tp, cp, dp, pp) that has more than one rank."""
+    # The ranks along each axis through `rank`, in order. The first rank follows the last.
     axes = [shape.members(rank, (name,)) for name in ("tp", "cp", "dp", "pp")]
     return [one[(one.index(rank) + 1) % len(one)] for one in axes if len(one) > 1]
 
@@ -403,23 +403,23 @@ def _figures(sizes: Mapping[str, int]) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command line (`--rank`, `--mask` and the flags of a run). Return the exit status.
+    """Run the command line (`--rank`, `--mask` and the flags of a run), and return the exit status.
 
-    The status is 1 if neighbouring ranks make different calls. Raise ValueError if a flag is
-    invalid.
+    The status is 1 if neighbouring ranks make different collective calls. Raise ValueError if a
+    flag is invalid.
     """
     parser = argparse.ArgumentParser(prog="check_gpu.py --fake", allow_abbrev=False)
     parser.add_argument(
         "--rank",
         type=int,
         default=0,
-        help="simulate a step of this rank and of its neighbours (default 0)",
+        help="rank whose step is simulated, together with those of its neighbours (default: 0)",
     )
     parser.add_argument(
         "--mask",
         choices=MASKS,
         default="mixed",
-        help="attention mask of the random packs (default mixed)",
+        help="attention mask of the random packs (default: mixed)",
     )
     own, rest = parser.parse_known_args(argv)
     # Random packs have no epochs.
@@ -431,7 +431,7 @@ def main(argv: Sequence[str]) -> int:
             f"--fake with --num-experts does not support --dtype {config.training.dtype}; "
             "use --dtype bfloat16"
         )
-    # Read the metadata of the sources, then choose `auto` values for a row of full length.
+    # Read the sources' metadata, then resolve `auto` values for a full-length row.
     config, _ = open_sources(config)
     config, chosen = resolve_auto(
         config, lambda: [full_row(config, config.training.micro_batch_size, own.mask, None)]
@@ -444,10 +444,10 @@ def main(argv: Sequence[str]) -> int:
         )
     if chosen:
         print(chosen)
-    # The requested rank receives the planned load of experts, so that its peak is the planned peak.
+    # The requested rank gets the planned expert load, so its peak is comparable with the dry run.
     busy = shape.experts(own.rank)[0].index(own.rank) if shape.ep else 0
-    # The first step compiles, and Dynamo then keeps the traced inputs, a few percent of the peak.
-    # The rank therefore takes a second step, and only the second peak is printed.
+    # The first step compiles, and the inputs that Dynamo keeps add a few percent to its peak.
+    # The rank therefore takes a second step, and only that step's peak is printed.
     step(config, world_size, own.rank, own.mask, watch, busy)
     mine = step(config, world_size, own.rank, own.mask, watch, busy)
     others = [
@@ -460,7 +460,7 @@ def main(argv: Sequence[str]) -> int:
         f"{config.data.seq_length:,} tokens, mask {own.mask}"
     )
     wrong: list[str] = []
-    # Compare the peak with the dry run, and the calls of each neighbour with the requested rank.
+    # Compare peaks with the dry run, and the neighbours' calls with those of the requested rank.
     for one in (mine, *others):
         at = shape.coordinates(one.rank)
         layers = stage_layers(config, world_size)[at["pp"]]
@@ -468,7 +468,7 @@ def main(argv: Sequence[str]) -> int:
         place = ", ".join(f"{name} {at[name]}" for name in reversed(AXES))
         peak = f"peak {one.total / 2**30:.2f} GiB ({_figures(one.peak)})"
         estimate = f"the dry run estimates {planned.total / 2**30:.2f}"
-        calls = f"{len(one.calls):,} calls of collectives"
+        calls = f"{len(one.calls):,} collective calls"
         print(f"rank {one.rank} ({place}): {peak}; {estimate}; {calls}")
         wrong += differences(own.rank, mine.calls, one.rank, one.calls)
     if wrong:

@@ -1,8 +1,9 @@
-"""Check a GPU and report the results: a complete run, comparisons with a CPU, and training speed.
+"""Checks a GPU and reports the results: a complete run, comparisons with a CPU, and training speed.
 
-Each part is a function of a device and model sizes, so tests run the same code on a CPU with small
-sizes. The parts are independent: if one fails, the report shows its error and the other parts still
-run. Speeds exclude the first calls, which compile, and include the wait for the device.
+Each part is a function of a device and model sizes, so that tests can run the same code on a CPU
+with small sizes. The parts are independent: if one fails, the report shows its error and the other
+parts still run. Timings exclude the first calls, which compile, and include the wait for the
+device.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from megacp.training.monitor.flops import cuda_peak, peak_bytes
 from megacp.verify.spawn import RankFailure, RankPool
 
 Sizes = Mapping[str, Value]
-# Sizes for the comparisons on a GPU: large enough to use the kernels of real runs.
+# Sizes for the comparisons on a GPU: large enough to select the kernels of real runs.
 MIDDLE: Sizes = {
     "num_layers": 4,
     "hidden_size": 512,
@@ -60,7 +61,7 @@ SMALL: Sizes = {
     "ffn_hidden_size": 64,
     "seq_length": 128,
 }
-# A model of the 1B class: Llama 3.2 with a smaller vocabulary.
+# A model with about a billion parameters: Llama 3.2 1B with a smaller vocabulary.
 BILLION: Sizes = {
     "num_layers": 16,
     "hidden_size": 2048,
@@ -70,10 +71,10 @@ BILLION: Sizes = {
     "vocab_size": 32000,
     "dtype": "bfloat16",
 }
-# A run is saved after SAVED steps, and then resumed until STEPS.
+# A run is saved after SAVED steps, then resumed up to step STEPS.
 SAVED = 10
 STEPS = 14
-# Number of timed calls. The first WARM_UP of them compile and are dropped.
+# Number of timed calls, of which the first WARM_UP compile and are discarded.
 CALLS = 5
 WARM_UP = 2
 
@@ -95,7 +96,7 @@ class Finding:
         """The result as a word: `ok`, `FAILED` or `skipped`."""
         if self.difference is None:
             return "skipped"
-        # A NaN fails too, because its comparison is false.
+        # NaN also fails, because every comparison with NaN is false.
         return "ok" if self.difference <= self.allowed else "FAILED"
 
 
@@ -107,12 +108,12 @@ class Figure:
     values: Mapping[str, float | None]
 
 
-# A part of the report returns results: `Finding` or `Figure`.
+# A part of the report returns its results, each a `Finding` or a `Figure`.
 ReportPart = Callable[[], Sequence[Any]]
 
 
 def config_of(sizes: Sizes, dtype: str, **settings: Value) -> RunConfig:
-    """Return the config of a run. Its layers are native unless `settings` change this."""
+    """Return the config of a run, with native layers unless `settings` selects other layers."""
     return with_values(
         RunConfig(), {"transformer_impl": "native", **sizes, "dtype": dtype, **settings}
     )
@@ -121,7 +122,7 @@ def config_of(sizes: Sizes, dtype: str, **settings: Value) -> RunConfig:
 def losses(
     rank: int, world: int, config: RunConfig, device: str, mask: str = "mixed"
 ) -> list[float]:
-    """Return the losses of three training steps. Every grid trains on the same rows."""
+    """Return the losses of three training steps on rows that do not depend on the grid."""
     model = ParallelModel(config, build_grid(config.grid_shape(world), rank, device))
     rules = MockRules(config.model.vocab_size, config.data.seq_length, mask=mask, ragged=True)
     batches = [mock_batch([step], rules) for step in (1, 2, 3)]
@@ -150,7 +151,7 @@ def trained_and_resumed(sizes: Sizes, tokens: int) -> list[Finding | Figure]:
             "megacp.train",
             *(f"{flag(key)}={value}" for key, value in values.items()),
         ]
-        # Train and save, then load the checkpoint and train further.
+        # Train and save, then load the checkpoint and continue training.
         for way, last in (("save", SAVED), ("load", STEPS)):
             subprocess.run(
                 [*command, f"--{way}={folder}/run", f"--train-iters={last}"],
@@ -167,7 +168,7 @@ def trained_and_resumed(sizes: Sizes, tokens: int) -> list[Finding | Figure]:
         key: steps[STEPS][key]
         for key in ("loss", "tokens_per_second", "mfu", "seconds", "peak_memory")
     }
-    # The second run continues the log of the first, so the log must contain every step.
+    # The second run appends to the log of the first, so the log must contain every step.
     return [
         Finding(name, float(STEPS - len(steps)), 0.0, "steps without a finite loss"),
         Figure(name, figures),
@@ -187,29 +188,27 @@ def _worst(found: list[float], expected: list[float]) -> float:
 
 
 def native_against_cpu(device: str, sizes: Sizes) -> list[Finding]:
-    """Compare three updates on the device with float64 on the CPU.
+    """Compare three updates on the device with float64 on the CPU, under mixed masks.
 
-    The device uses float64 and then bfloat16, with mixed masks.
+    The device uses float64 first, then bfloat16.
     """
-    # The CPU in float64 is the reference for both precisions.
+    # The reference for both dtypes is the CPU in float64.
     expected = losses(0, 1, config_of(sizes, "float64"), "cpu")
     wide, narrow = (
         _worst(losses(0, 1, config_of(sizes, t), device), expected) for t in ("float64", "bfloat16")
     )
     return [
-        Finding(
-            "native float64 against CPU", wide, 1e-10, "roundings of float64 over three updates"
-        ),
+        Finding("native float64 against CPU", wide, 1e-10, "float64 rounding in three updates"),
         Finding("native bfloat16 against float64", narrow, 2e-2, "8 bits of mantissa"),
     ]
 
 
 def engine_against_native(device: str, sizes: Sizes) -> list[Finding]:
-    """Compare three updates in bfloat16 with Transformer Engine's layers and with native layers.
+    """Compare three bfloat16 updates of Transformer Engine's layers with those of native layers.
 
     Unsupported cases are skipped.
     """
-    # Masks with their settings: plain layers, recomputation, and the recipes of fp8.
+    # Masks and settings: plain layers, recomputation, and the fp8 recipes.
     cases: list[tuple[str, Sizes]] = [("packed", {}), ("mixed", {})]
     cases += [("packed", {"recompute_granularity": how}) for how in ("selective", "full")]
     cases += [("packed", {"fp8": recipe}) for recipe in ("delayed", "current", "blockwise")]
@@ -234,7 +233,8 @@ def engine_against_native(device: str, sizes: Sizes) -> list[Finding]:
 def ranks_on_one_device(device: str, sizes: Sizes, worlds: Sequence[int] = (2,)) -> list[Finding]:
     """Compare context parallelism with one process.
 
-    The ranks share the device and communicate over gloo. Every transport without a sizes flag runs.
+    The ranks share the device and communicate through gloo. Every transport that needs no flag
+    with sizes is tested.
     """
     expected = losses(0, 1, config_of(sizes, "float32"), device)
     findings = []
@@ -260,16 +260,16 @@ def ranks_on_one_device(device: str, sizes: Sizes, worlds: Sequence[int] = (2,))
                     findings.append(Finding(name, math.nan, 2e-4, str(error).splitlines()[-1]))
                     break
                 worst = largest(_worst(one, expected) for one in found)
-                findings.append(Finding(name, worst, 2e-4, "sums in float32 over three updates"))
+                findings.append(Finding(name, worst, 2e-4, "float32 sums in three updates"))
     return findings
 
 
 def timed_steps(
     rank: int, world: int, config: RunConfig, device: str, mask: str = "causal"
 ) -> list[float]:
-    """Return the seconds of this rank's steps, without the WARM_UP first steps.
+    """Return the seconds per step of this rank, without the first WARM_UP steps.
 
-    Rows are planned in advance. In a run, the loader's threads plan them.
+    Rows are planned in advance; in a real run, the loader's threads plan them.
     """
     model = ParallelModel(config, build_grid(config.grid_shape(world), rank, device))
     rules = MockRules(config.model.vocab_size, config.data.seq_length, mask=mask)
@@ -283,7 +283,7 @@ def timed_steps(
         model.train(
             rows, number, batch.weight_sum * config.training.global_batch_size, batch.real_tokens
         )
-        # Kernels run asynchronously. Wait for them before the clock is read.
+        # Kernels run asynchronously, so wait for them before reading the clock.
         if device == "cuda":
             torch.cuda.synchronize()
         found.append(time.perf_counter() - begin)
@@ -293,10 +293,10 @@ def timed_steps(
 def training_speed(
     device: str, sizes: Sizes, tokens: int, recompute: str, layers: str
 ) -> list[Finding | Figure]:
-    """Measure training steps on one device. Each step has one pack of causal documents.
+    """Measure training steps on one device, each with one pack of causal documents.
 
     `layers` is a value of `--transformer-impl`. MFU is model FLOPs / (seconds x the vendor's dense
-    peak). The FLOPs include only pairs that the mask allows, and exclude recomputation.
+    peak). The FLOPs include only query-key pairs that the mask allows, and exclude recomputation.
     """
     name = f"training, {tokens} tokens, recompute {recompute}, {layers}"
     kind = torch.device(device)
@@ -330,9 +330,9 @@ def training_speed(
 
 
 def parts(device: str) -> dict[str, ReportPart]:
-    """Return all parts by name, the most important first. The last parts may run out of time.
+    """Return all parts by name, the most important first, because the last may run out of time.
 
-    A CPU gets small sizes.
+    On a CPU, the sizes are small.
     """
     if device == "cuda":
         sizes, large = MIDDLE, BILLION
@@ -363,7 +363,7 @@ def parts(device: str) -> dict[str, ReportPart]:
 
 
 def versions(device: str) -> dict[str, str]:
-    """Return the versions of the software, and the GPU's name and memory."""
+    """Return the software versions, and the name and memory of the GPU."""
     found = {
         "python": platform.python_version(),
         "system": platform.platform(),
@@ -384,7 +384,7 @@ def versions(device: str) -> dict[str, str]:
 
 
 def run_part(name: str, part: ReportPart) -> dict[str, Any]:
-    """Run a part. Return its name, results, error (empty on success) and seconds."""
+    """Run a part; return its name, results, error (empty on success) and duration in seconds."""
     entry: dict[str, Any] = {"part": name, "results": [], "error": ""}
     started = time.monotonic()
     try:
@@ -393,9 +393,9 @@ def run_part(name: str, part: ReportPart) -> dict[str, Any]:
     except Exception as error:  # later parts must still run
         entry["error"] = f"{type(error).__name__}: {error}"
         traceback.print_exc()
-    # Models contain reference cycles. Free them, or their bytes count as memory of the next part.
+    # Models contain reference cycles. Free them, so that the next part does not count their memory.
     gc.collect()
-    # These calls fail too if a kernel has broken the device.
+    # If a kernel has broken the device, these calls fail, too.
     with contextlib.suppress(Exception):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -419,7 +419,7 @@ def write(
         "",
     ]
     lines += ["| what | found | allowed | verdict |", "| --- | --- | --- | --- |"]
-    # The comparisons are rows of one table. The figures follow the table.
+    # All comparisons form one table, which is followed by the figures.
     figures = []
     for entry in entries:
         if entry["error"]:
@@ -440,9 +440,9 @@ def write(
 
 
 def check_device(device: str, output: Path, minutes: float) -> int:
-    """Run the parts and write the report. No part starts after `minutes`.
+    """Run the parts and write the report. After `minutes`, no further part is started.
 
-    Return the exit status, which is 1 if a comparison failed or a part did not finish.
+    Return the exit status: 1 if a comparison failed or a part did not finish, else 0.
     """
     output.mkdir(parents=True, exist_ok=True)
     environment = versions(device)
@@ -450,13 +450,13 @@ def check_device(device: str, output: Path, minutes: float) -> int:
     entries: list[dict[str, Any]] = []
     for name, part in parts(device).items():
         if time.monotonic() - begin > 60 * minutes:
-            late = f"left out: {minutes:g} minutes are over"
+            late = f"skipped: the limit of {minutes:g} minutes has passed; raise --minutes"
             entries.append({"part": name, "results": [], "error": late})
         else:
             entries.append(run_part(name, part))
         outcome = entries[-1]["error"] or "done"
         print(f"{name}: {outcome} ({time.monotonic() - begin:.0f} s)", flush=True)
-        # Write after every part, so that a killed command leaves the results so far.
+        # Write the report after every part, so that its results survive if the command is killed.
         write(output, device, environment, entries)
     print((output / "report.md").read_text(encoding="utf-8"))
     for entry in entries:

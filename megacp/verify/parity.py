@@ -1,19 +1,21 @@
-"""Check that a grid trains like one process: compare every gradient and update in float64.
+"""Checks that a grid trains like one process, by comparing every gradient and update in float64.
 
-Both train on the same packs. The grid runs the `ParallelModel` of a training run. The single
-process uses a dense explicit mask. Each rank's shards, including copies, are compared with the full
-tensors by global name. An element that no rank has counts as wrong. Losses are not enough, because
-about half of all gradient mistakes leave them plausible. Parameters are not enough either, because
-a missing update is only as large as the learning rate. The comparison therefore includes updates.
+Both train on the same packs. The grid runs the `ParallelModel` of a training run, and the single
+process uses an explicit dense mask. Each rank's shards, including replicas, are compared with the
+full tensors by global name. An element that is missing on all ranks counts as wrong. Comparing
+losses is not enough, because about half of all gradient bugs leave them plausible. Comparing
+parameters is not enough either, because a missing update is only as large as the learning rate. The
+comparison therefore includes updates.
 
-Differences are relative: the largest error of a tensor divided by its largest value. The divisor is
-at least a thousandth of the largest value of the model, because the noise in small tensors comes
-from the large ones.
+Differences are relative: a tensor's largest error divided by its largest value. The divisor is at
+least a thousandth of the largest value in the model, because the noise in small tensors comes from
+the large ones.
 
-`prepare` makes the config of any run small enough for one process. It never changes the layout
-under test: grid, virtual stages, transport, token layout, recomputation and micro batch. It reduces
-rows, batch and precision, and the width, depth and vocabulary of a large model. The model keeps its
-heads, groups, options, tied weights, and at least one layer per stage.
+`prepare` makes the config of any run small enough for one process. It never changes the parallel
+layout under test: the grid, virtual stages, transport, token layout, recomputation and micro batch
+size. It shortens rows, reduces the batch size, uses float64 and, if the model is large, reduces its
+width, depth and vocabulary. The model keeps its heads, groups, options, tied weights, and at least
+one layer per stage.
 """
 
 from __future__ import annotations
@@ -53,16 +55,16 @@ from megacp.verify.cases import MODELS, TINY_SIZES, TINY_TOWER
 MAX_PARAMETERS = 20_000_000
 MOST_ROW_TOKENS = 4096
 
-# Settings that replace even explicit flags, so that updates are far above float64 rounding.
+# Settings that override even explicit flags, so that updates far exceed float64 rounding errors.
 _PRECISION: dict[str, Value] = {
     "dtype": "float64",
-    # With 1e-8, the first update would be the sign of the gradient, even of a gradient that is only
-    # rounding error.
+    # With 1e-8, the first update would be the gradient's sign, even if the gradient consists of
+    # rounding errors.
     "adam_eps": 1e-4,
     "lr": 1e-2,
     "min_lr": 0.0,
     "lr_decay_style": "constant",
-    "lr_warmup_iters": 0,  # the first updates of a warm-up may be smaller than rounding
+    "lr_warmup_iters": 0,  # the first updates of a warm-up may be smaller than rounding errors
     "lr_warmup_fraction": None,
     "lr_decay_iters": None,
     "lr_wsd_decay_iters": None,
@@ -78,7 +80,7 @@ _SET_ASIDE = (
 )
 # Fields that must match stored packs.
 _FIXED_BY_PACKS = {"vocab_size", "vision_patch_size", "vision_image_size", "seq_length"}
-# The single process has no parallelism. It also uses a dense mask and recomputes nothing.
+# The single process has no parallelism. It also uses a dense mask and no recomputation.
 ONE_PROCESS: dict[str, Value] = {
     "cp_layout": "contiguous",
     "vision_shards": "contiguous",
@@ -91,18 +93,18 @@ ONE_PROCESS: dict[str, Value] = {
 
 @dataclass(frozen=True)
 class ParitySetup:
-    """A config to compare with one process on the same packs, with notes about changed flags."""
+    """A config to be compared with one process on the same packs, and notes on changed flags."""
 
     config: RunConfig
     rules: MockRules | None
-    """Rules of random packs, or None to use the packs of --data-path."""
+    """Rules for random packs; None to use the packs of --data-path."""
     world_size: int
     notes: tuple[str, ...]
 
     @property
     def reference(self) -> RunConfig:
         """The config of the single process, with the same rows."""
-        # Dynamic context parallelism joins the packs of all dp ranks in one row.
+        # Dynamic context parallelism joins the packs of all dp ranks into one row.
         dynamic = self.config.parallel.dynamic_context_parallel
         joined = self.config.data_parallel_size(self.world_size) if dynamic else 1
         packs = self.config.training.micro_batch_size * joined
@@ -120,8 +122,8 @@ def prepare(
 ) -> ParitySetup:
     """Return the setup of a check. Raise ValueError with all reasons if the check is impossible.
 
-    `given` lists the fields that were set by flags. These keep their values. `has_config` is true
-    if a YAML file was read. `model` is a name in `MODELS`; None selects the model of the YAML file,
+    `given` lists the fields that were set by flags; they keep their values. `has_config` is true if
+    a YAML file was read. `model` is a name in `MODELS`; None selects the model of the YAML file,
     or tiny_llm without a file. `mask` is the mask of random packs (`--attention-mask`).
     `world_size` is tp x pp x cp by default.
     """
@@ -133,21 +135,23 @@ def prepare(
     original = config = with_values(
         config, {name: default[name] for name in (*unsaved, *_SET_ASIDE)}
     )
-    # Apply the settings of a CPU run. Keep the attention kernel if it runs on a CPU in float64.
+    # Apply the settings for a CPU. Keep the attention kernel if it supports float64 on a CPU.
     kernel = kernel_problem(config.training.attention_kernel, "cpu", "float64")
     config = with_values(
         config, {n: value for n, value in ON_CPU.items() if kernel or n != "attention_kernel"}
     )
-    # Stored packs cannot be used with a different mask or with rows that are too long.
+    # Stored packs cannot be combined with another mask, or used if rows are too long.
     wrong = f"--mask {mask}" if mask else ""
     if config.data.seq_length > MOST_ROW_TOKENS:
-        wrong = f"--seq-length {config.data.seq_length} over {MOST_ROW_TOKENS}"
+        wrong = f"--seq-length {config.data.seq_length} above {MOST_ROW_TOKENS}"
     if wrong and "data_path" in given:
-        raise ValueError(f"--data-path and {wrong}: omit --data-path to check on random packs")
+        raise ValueError(
+            f"--data-path cannot be combined with {wrong}: omit --data-path to use random packs"
+        )
     manifests = [Path(name, MANIFEST_NAME) for name in named_folders(config.data.data_path)]
     elsewhere = not all(manifest.is_file() for manifest in manifests)
     notes = []
-    # A YAML file may name a folder of another machine. Only the flag --data-path insists on it.
+    # A YAML file may contain a path on another machine; only an explicit --data-path is binding.
     usable = not wrong and ("data_path" in given or not elsewhere)
     stored = config.data.data_path is not None and usable
     if config.data.data_path is not None and not stored:
@@ -161,7 +165,7 @@ def prepare(
             config, {name: value for name, value in values.items() if name not in kept}
         )
 
-    # Shrink the model: to a named model first, then further if it is still too large.
+    # Use the sizes of a named model first, then reduce them if the model is still too large.
     if model is not None:
         config = changed(_sizes(config, model))
     if stored:
@@ -179,7 +183,7 @@ def prepare(
     p, t = config.parallel, config.training
     step = 2 * p.context_parallel_size * p.tensor_model_parallel_size
     tokens = min(256 if has_config else 64, config.data.seq_length)
-    # Use one microbatch more than stages, so that warm-up, steady state and drain all occur.
+    # Use more microbatches than stages, so that warm-up, steady state and drain all occur.
     replicas = t.micro_batch_size * max(1, config.data_parallel_size(world_size))
     batch = replicas * max(2, p.pipeline_model_parallel_size + 1)
     # Context and tensor parallelism must divide a row, so its length is a multiple of `step`.
@@ -195,7 +199,7 @@ def prepare(
         seed = config.training.seed
         length = config.data.seq_length
         rules = MockRules(config.model.vocab_size, length, mask, True, seed, mock_images(config))
-    # Report the fields that the user set and that have a different value now.
+    # Report the fields that the user set and whose values have changed.
     old, new = flatten(original), flatten(config)
     told = [name for name in (new if has_config else given) if old[name] not in (new[name], "auto")]
     notes += [f"{flag(n)} {new[n]} instead of {old[n]}" for n in told if n != "data_path"]
@@ -205,10 +209,10 @@ def prepare(
 
 
 def _sizes(config: RunConfig, model: str | None) -> dict[str, Value]:
-    """Return the sizes of a model in `MODELS`, or reduced sizes of the config if `model` is None.
+    """Return the sizes of a model in `MODELS`, or the config's reduced sizes if `model` is None.
 
-    Heads and layers suffice for tp and the pipeline stages. If the config has a vision tower and
-    the named model has none, the tower is kept with small sizes and its number of heads.
+    There are enough heads and layers for tp and the pipeline stages. If the config has a vision
+    tower but the named model has none, the tower is kept with small sizes and its number of heads.
     """
     m = config.model
     p = config.parallel
@@ -251,15 +255,15 @@ def _sizes(config: RunConfig, model: str | None) -> dict[str, Value]:
     return {**sizes, "num_layers": layers, "activation_offload": offloaded}
 
 
-# The largest relative difference that counts as rounding. Summation in a different order changes a
-# sum by 1e-16 of its largest term. Depth and AdamW's division by the second moment increase this to
-# 1e-14. A lost or doubled gradient differs by 0.5 or more.
+# The largest relative difference that counts as rounding. A different summation order changes a sum
+# by 1e-16 of its largest term. The depth of the model and AdamW's division by the second moment
+# increase this to 1e-14. A lost or doubled gradient causes a difference of 0.5 or more.
 TOLERANCE = 1e-10
 
 
 @dataclass(frozen=True)
 class Box:
-    """A box of a global tensor: a rank's shard of a gradient or a parameter."""
+    """A box of a global tensor: one rank's shard of a gradient, parameter or update."""
 
     name: str
     global_shape: tuple[int, ...]
@@ -288,12 +292,12 @@ class StepComparison:
     """The comparison of one step of the grid with the same step of one process."""
 
     step: int
-    loss: float  # of the single process, like the norm
+    loss: float  # loss and gradient norm of the single process
     grad_norm: float
     differences: dict[str, float]
-    """The largest relative difference of all ranks for each kind of value.
+    """The largest relative difference on any rank, for each kind of value.
 
-    The key of tensors includes the name of the worst tensor.
+    For tensors, the key includes the name of the worst tensor.
     """
 
     def beyond(self, tolerance: float = TOLERANCE) -> list[str]:
@@ -312,9 +316,9 @@ def microbatches(
     rows: Rows,
     loading: ImageLoading | None = None,
 ) -> list[PackedBatch]:
-    """Return one rank's microbatches of a step (from 1), from random or stored packs.
+    """Return one rank's microbatches of a step (counted from 1), from random or stored packs.
 
-    Packs are distributed to ranks like in the loader. `loading` decodes the images.
+    Packs are distributed to ranks as in the loader. `loading` decodes the images.
     """
     size = rows.packs
     first = (step - 1) * config.training.global_batch_size
@@ -322,7 +326,7 @@ def microbatches(
         return step_batches(
             packs.train, loader_options(config, size), rows.data_rank, first, loading
         )
-    # Rows of `size` packs are distributed round-robin to the data-parallel ranks.
+    # Rows of `size` packs are dealt to the data-parallel ranks in turn.
     count = config.training.global_batch_size // size
     batches = []
     for number in range(rows.data_rank.index, count, rows.data_rank.size):
@@ -342,7 +346,7 @@ def train_rank(
     """Train on this rank and record every step. The process group must already exist.
 
     `rules` describes random packs; None selects the packs of --data-path. `strategy` is the initial
-    distribution of images, see `ImageLoading`.
+    distribution of images (see `ImageLoading`).
     """
     grid = build_grid(config.grid_shape(world_size), rank)
     model = ParallelModel(config, grid)
@@ -353,11 +357,11 @@ def train_rank(
         decoder = MockDecoder(packs.images) if packs.images is not None else None
     loading = image_loading(config, grid, model.rows, decoder, strategy)
     traces: list[StepTrace] = []
-    # An update is the difference of the parameters before and after a step.
+    # An update is the difference between the parameters before and after a step.
     before = _boxes(model.parameters.parameters_held())
     for step in range(1, steps + 1):
         batches = microbatches(config, packs, step, model.rows, loading)
-        # The step is taken in parts, so that gradients can be copied before the optimizer step.
+        # Take the step in parts, so that gradients can be copied before the optimizer step.
         agreed = agree_on_step(batches, grid, replica=model.rows.data_rank.index)
         loss = model.gradients(batches, step, agreed.denominator, agreed.tokens)
         model.balance.settle(agreed.tokens)
@@ -406,7 +410,7 @@ def largest_difference(
     The difference is inf if an element is missing or not finite, or if a tensor is unknown.
     """
     errors = dict.fromkeys(reference, 0.0)
-    # Elements that some rank has, to find the missing elements of each tensor.
+    # Marks the elements that some rank has, to find missing ones.
     covered = {name: np.zeros(tensor.shape, bool) for name, tensor in reference.items()}
     for box in itertools.chain.from_iterable(ranks):
         if box.name not in reference or box.global_shape != reference[box.name].shape:
@@ -417,7 +421,7 @@ def largest_difference(
     for name, held in covered.items():
         if not held.all():
             return f"{name} ({held.size - np.count_nonzero(held)} elements on no rank)", math.inf
-    # Small tensors are measured against the floor, because their noise comes from large tensors.
+    # For small tensors, divide by the floor, because their noise comes from large tensors.
     scales = {name: float(np.abs(tensor).max(initial=0.0)) for name, tensor in reference.items()}
     floor = max(1e-3 * max(scales.values()), np.finfo(np.float64).tiny)
     relative = {name: error / max(scales[name], floor) for name, error in errors.items()}
@@ -438,7 +442,7 @@ def compare(
             scale = max(abs(value), 1e-300)
             errors = [abs(getattr(trace, scalar) - value) / scale for trace in seen]
             differences[what] = max(error if math.isfinite(error) else math.inf for error in errors)
-        # Tensors: the fields of StepTrace are the plural of these words.
+        # For tensors, the fields of StepTrace are the plurals of these words.
         for kind in ("gradient", "update", "parameter"):
             full = assemble(getattr(expected, f"{kind}s"))
             name, difference = largest_difference(

@@ -1,4 +1,4 @@
-"""Draw the loss curve of a run from its JSONL log.
+"""Draws the loss curve of a run from its JSONL log.
 
 python tools/plot_log.py --log out/checkpoints/log.jsonl --output out/loss.png
 """
@@ -17,12 +17,13 @@ from megacp.training.monitor.console import say, warn
 
 # The maximum size of a log in bytes.
 _LARGEST_LOG = 4 << 30
-# Steps of the running mean. The loss of one step depends on its packs as much as on the model.
+# Number of steps in the running mean. A single step's loss depends on its packs as much as on the
+# model.
 MEAN_OF = 20
 
 
 def running_mean(losses: Sequence[float]) -> list[float]:
-    """Return the mean loss of the last MEAN_OF steps (or fewer at the start) for each step."""
+    """Return for each step the mean loss of the last MEAN_OF steps (fewer at the start)."""
     return [fmean(losses[max(0, end - MEAN_OF) : end]) for end in range(1, len(losses) + 1)]
 
 
@@ -38,7 +39,7 @@ def read_curves(path: Path) -> dict[str, dict[int, float]]:
         try:
             row = json.loads(line)
             if row["kind"] == "run":
-                # The run was resumed from this step. Drop the losses of later steps.
+                # The run was resumed at this step, so drop the losses of later steps.
                 for kind, curve in curves.items():
                     curves[kind] = {
                         step: loss for step, loss in curve.items() if step <= row["step"]
@@ -65,9 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         action="append",
         default=[],
         metavar="STEP",
-        help="draw a vertical line at this step, such as a resumed step; may be repeated",
+        help="draw a vertical line at this step, for example where the run was resumed; repeatable",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing file")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing --output")
     arguments = parser.parse_args(argv)
     try:
         require_free("--output", arguments.output, arguments.overwrite)
@@ -78,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         matplotlib.use("Agg")
         import matplotlib.pyplot as plt
     except (ValueError, OSError, ImportError) as error:
-        extra = " (pip install 'megacp[log]')" if isinstance(error, ImportError) else ""
+        extra = " (pip install -e '.[log]')" if isinstance(error, ImportError) else ""
         warn(f"error: {error}{extra}")
         return 2
     figure, axes = plt.subplots(figsize=(8, 4.5), dpi=120)

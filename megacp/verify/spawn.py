@@ -1,6 +1,7 @@
-"""Start ranks on this machine: a pool of gloo processes that stays alive between calls.
+"""Runs ranks on this machine, in a pool of gloo processes that stay alive between calls.
 
-A forkserver with all imports starts the processes. They meet through a file and need no port.
+A forkserver that has already imported all modules starts the processes. They find each other
+through a file and need no port.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ import torch
 
 from megacp.training.start.launch import meet_in_file, settle_cpu
 
-# Seconds to wait after the first failure for failures of other ranks, and after a timeout for the
-# stack of the late rank.
+# Seconds to wait for failures of other ranks after the first failure, and for the stack of a late
+# rank after a timeout.
 _GRACE = 2.0
 
 
 class RankFailure(RuntimeError):
-    """An error for a rank that raised, died or hung. It contains the rank and its traceback."""
+    """Raised if a rank raised an error, died or hung; contains the rank and its traceback."""
 
 
 def preloaded() -> list[str]:
@@ -38,8 +39,8 @@ def preloaded() -> list[str]:
     No module may start a thread or look for a device, because a process cannot be forked safely
     afterwards.
     """
-    # Without this, every rank spends 1.8 s on torch._dynamo, which the first torch.optim optimizer
-    # imports, and 1 s on torch.distributed.fsdp if it is fully sharded.
+    # Otherwise, every rank would spend 1.8 s on importing torch._dynamo for its first optimizer,
+    # and 1 s on torch.distributed.fsdp if the model is fully sharded.
     later = ["torch._dynamo", "torch.distributed.fsdp"]
     return [
         "torch",
@@ -50,9 +51,9 @@ def preloaded() -> list[str]:
 
 
 def _serve(rank: int, world_size: int, folder: str, threads: int, pipe: Connection) -> None:
-    """Run the functions that a rank receives through its pipe, until the pipe is closed."""
+    """Run the functions that this rank receives through its pipe until the pipe is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
-    # Exclude imported objects from garbage collection. Scanning them would copy shared pages.
+    # Exclude imported objects from garbage collection, which would copy their shared pages.
     gc.freeze()
     settle_cpu()
     torch.set_num_threads(threads)
@@ -110,7 +111,7 @@ class RankPool(contextlib.AbstractContextManager):
                     self.processes[rank].join(_GRACE)
                     succeeded, stack = False, Path(self._folder, f"stack_{rank}").read_text()
                     died = f"the process died with exit code {self.processes[rank].exitcode}"
-                    # A stack means that the rank reached its timeout and ended itself.
+                    # If there is a stack, the rank reached its timeout and ended itself.
                     late = f"it did not finish within {timeout:g} s; it was at\n{stack}"
                     answers[rank] = late if stack else died
                 failures += [] if succeeded else [f"rank {rank} failed:\n{answers[rank]}"]
@@ -118,7 +119,7 @@ class RankPool(contextlib.AbstractContextManager):
             self.close()
             raise RankFailure(
                 "\n".join(
-                    failures or [f"no answer of ranks {[*left.values()]} within {timeout:g} s"]
+                    failures or [f"no answer from ranks {[*left.values()]} within {timeout:g} s"]
                 )
             )
         return [answers[rank] for rank in range(len(self._pipes))]
@@ -138,6 +139,6 @@ class RankPool(contextlib.AbstractContextManager):
 def run_ranks(
     function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 600.0
 ) -> list[Any]:
-    """Run a function once in a new `RankPool`. Return its results in rank order."""
+    """Run a function once in a new `RankPool`, and return its results in rank order."""
     with RankPool(world_size) as pool:
         return pool.run(function, *args, timeout=timeout)

@@ -224,7 +224,7 @@ def test_a_finished_demo_has_its_picture(tmp_path: Path) -> None:
     ("arguments", "said"),
     [
         (["--only", "cat"], "the pictures are flow, mask"),
-        (["--only", "demo"], "needs --demo DIR"),
+        (["--only", "demo"], "requires --demo DIR"),
         (["--demo", "nowhere", "--only", "demo"], "answers.jsonl"),
     ],
 )

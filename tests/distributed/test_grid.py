@@ -275,7 +275,7 @@ def test_a_rank_that_gives_no_value_is_named() -> None:
         3, lambda rendezvous: rendezvous.decided_by_rank_0("t", "a", ",".join), 0.2, absent=1
     )
     assert (first, third) == tuple(
-        f"refused: no word on the t from rank {rank} within 0.2 s" for rank in (1, 0)
+        f"refused: no message about the t from rank {rank} within 0.2 s" for rank in (1, 0)
     )
 
 
@@ -305,7 +305,7 @@ def test_each_life_of_a_run_has_a_part_of_the_store_of_its_own(
             broken = _life(store, (0.0, 0.0, 0.0), present)
             assert all("waited 0.2 s for the 3 ranks" in str(text) for text in broken.values())
     missing = _life(dist.HashStore(), (0.0, 0.0, 0.0), (0, 1))
-    assert all("no word from rank 2; start every rank" in str(text) for text in missing.values())
+    assert all("no message from rank 2; start every rank" in str(text) for text in missing.values())
 
 
 def test_devices_and_threads_are_shared_by_the_ranks_of_a_machine(
@@ -394,7 +394,7 @@ def test_ranks_that_were_hit_tell_the_reason_of_the_first_at_once() -> None:
 def test_a_rank_that_says_nothing_is_named() -> None:
     (first, _), _, (third, _) = run_ranks(_reported, 3, 1)
     for text in (first, third):
-        assert "no word from rank 1 in step 1: stopped, dead, or still computing" in text
+        assert "no message from rank 1 in step 1: stopped, dead, or still computing" in text
 
 
 def test_what_the_loss_of_a_rank_has_caused_is_told_from_an_own_mistake() -> None:
@@ -427,9 +427,7 @@ def _joins(rank: int, world_size: int, port: int) -> str:
 
 def test_a_rank_that_does_not_come_to_make_the_process_group_is_named() -> None:
     told, _ = run_ranks(_joins, 2, free_port())
-    assert (
-        told == "rank 1 did not come to create the process group: stopped, dead, or still computing"
-    )
+    assert told == "rank 1 did not join the process group: stopped, dead, or still computing"
 
 
 def _of_a_frozen_store(rank: int, world_size: int) -> str:

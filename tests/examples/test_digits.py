@@ -139,7 +139,7 @@ def test_only_exact_answers_count_and_single_scans_stand_alone(
     ]
     assert "data:image/png;base64," in page and "&lt;b&gt;" in page and "<b>" not in page
     assert evaluate_digits.main([*flags, "--goal", "0.9"]) == 1
-    assert "1 of 2 single scans read correctly, --goal is 90%" in capsys.readouterr().err
+    assert "1 of 2 single scans read correctly, but --goal is 90%" in capsys.readouterr().err
     (tmp_path / "answers.jsonl").write_text("{}\n")
     assert evaluate_digits.main(flags) == 2
     assert "answers.jsonl:1 is not a line of tools/generate.py" in capsys.readouterr().err

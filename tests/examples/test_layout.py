@@ -68,7 +68,7 @@ def test_a_script_plans_starts_ranks_and_plans_anew_for_other_ranks(tmp_path: Pa
     again = started("pretrain_llm.sh", flags, {"LAYOUT": "auto", "NPROC": "2", "PP": "1"}, tmp_path)
     assert again.returncode == 0, again.stderr
     assert (
-        "step_0000002 was saved by 4 ranks, this run has 2" in again.stderr
+        "step_0000002 was saved by 4 ranks, but this run has 2" in again.stderr
         and "4/4" in again.stdout
     )
     run(1, [*size, "--save", str(tmp_path / "whole")])
@@ -129,7 +129,7 @@ def test_every_launch_script_is_here() -> None:
     assert {EXAMPLES / script for script in SCRIPTS} == training
     for script in SCRIPTS:
         assert (
-            "# With LAYOUT=auto, megacp-plan chooses the layout flags"
+            "# With LAYOUT=auto, megacp-plan chooses the parallel layout flags"
             in (EXAMPLES / script).read_text()
         )
 
@@ -179,7 +179,7 @@ def test_a_dry_run_of_a_planned_layout_writes_nothing_to_save(tmp_path: Path) ->
     done = started("pretrain_llm.sh", flags, {"LAYOUT": "auto", "NPROC": "2"}, tmp_path)
     assert done.returncode == 0, done.stderr
     assert (
-        "on 8 GPUs of 79." in done.stderr
+        "on 8 GPUs with 79." in done.stderr
         and "Dry run: 8 ranks" in done.stdout
         and not save.exists()
     )
@@ -197,7 +197,7 @@ def test_a_dry_run_of_a_planned_layout_writes_nothing_to_save(tmp_path: Path) ->
         (
             "pretrain_llm.sh",
             {"LAYOUT": "auto", "NPROC": "3"},
-            "no layout of 3 ranks allows these flags; one of 2 ranks does",
+            "no parallel layout of 3 ranks allows these flags; one of 2 ranks does",
         ),
     ],
 )

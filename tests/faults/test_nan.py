@@ -66,7 +66,8 @@ def test_a_loss_that_stays_nan_ends_the_run_and_costs_no_checkpoint(tmp_path: Pa
     step, text = notes(tmp_path)[-1]
     assert step == 15 and text.startswith("no update in 10 steps in a row, 6 to 15")
     assert (
-        f"Nothing was saved after it; the newest checkpoint is {tmp_path / 'step_0000006'}" in text
+        f"Nothing was saved afterwards; the newest checkpoint is {tmp_path / 'step_0000006'}"
+        in text
     )
 
 
@@ -76,14 +77,14 @@ def test_weights_that_became_nan_are_not_saved_and_delete_nothing(tmp_path: Path
     assert steps(tmp_path) == [5, 10] and finite(tmp_path / "step_0000010")
     step, text = notes(tmp_path)[-1]
     assert step == 15 and text.startswith("the weights after step 15 are not finite: model.")
-    assert "on rank 1. Nothing was saved after it" in text and text.endswith("step_0000010")
+    assert "on rank 1. Nothing was saved afterwards" in text and text.endswith("step_0000010")
 
 
 def test_a_run_without_any_update_is_not_finished(tmp_path: Path) -> None:
     flags = [*TINY, "--save", str(tmp_path)]
     assert run_ranks(train_sick, 1, flags, "nan loss", 0, range(1, 99)) == [FAILED]
     assert steps(tmp_path) == []
-    assert "none of 4 steps made an update" in notes(tmp_path)[-1][1]
+    assert "none of the 4 steps made an update" in notes(tmp_path)[-1][1]
     assert notes(tmp_path)[-1][1].endswith("there is no checkpoint of this run")
 
 
@@ -126,7 +127,7 @@ def test_a_checkpoint_of_nan_is_refused_by_name(
         assert main([*TINY, "--load", str(tmp_path), *more]) == 2
         error = capsys.readouterr().err
         assert f"{tmp_path / 'step_0000002'} contains values that are not finite: model." in error
-        assert "on rank 0" in error and "an older checkpoint" in error
+        assert "on rank 0" in error and "an earlier checkpoint" in error
 
 
 def test_a_run_in_bfloat16_looks_at_its_masters_too(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, by
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     """Start three nodes on this machine, with a CPU each."""
-    pytest.importorskip("ray", reason="ray is not installed: pip install 'megacp[ray]'")
+    pytest.importorskip("ray", reason="ray is not installed: pip install -e '.[ray]'")
     from ray.cluster_utils import Cluster
 
     nodes = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})

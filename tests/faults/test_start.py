@@ -38,7 +38,7 @@ def refused(ended: Ended) -> str:
 def test_a_rank_with_another_learning_rate_is_refused_on_every_rank_with_both_values() -> None:
     messages = {refused(ended) for ended in run_all([QUICK, [*QUICK, "--lr", "0.02"]])}
     assert messages == {
-        "the 2 ranks of this run were not started alike; start all of them with the same flags and software:\n"
+        "the 2 ranks of this run were started differently; start all of them with the same flags, data and software:\n"
         f"  - --lr: 0.02 on rank 1 (host {HOST}); 0.01 on rank 0 (host {HOST})"
     }
 
@@ -88,7 +88,7 @@ def test_what_only_one_rank_cannot_do_ends_all_of_them_with_its_reason(wrong: li
 def test_what_no_rank_can_do_is_told_without_ranks() -> None:
     messages = {refused(ended) for ended in run_all([[*QUICK, "--data-path", "/nowhere"]] * 2)}
     assert messages == {
-        "this configuration cannot run:\n  - --data-path /nowhere: has no manifest.json"
+        "this configuration cannot run:\n  - --data-path /nowhere has no manifest.json"
     }
 
 
@@ -111,7 +111,7 @@ def test_a_rank_that_never_comes_is_named_by_all_others() -> None:
     for ended in ends([launch(flags, environment(rank, 3, port)) for rank in (0, 1)]):
         message = refused(ended)
         assert (
-            "waited 15 s for the 3 ranks of this run to start: no word from rank 2; start every rank"
+            "waited 15 s for the 3 ranks of this run to start: no message from rank 2; start every rank"
             in message
         )
 

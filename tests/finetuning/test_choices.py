@@ -11,17 +11,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from megacp.__main__ import COMMANDS
-from megacp.__main__ import main as umbrella
 from megacp.engine.config.cli import parse
 from megacp.finetuning import layout, numbers
-from megacp.finetuning.command import main, parsed
+from megacp.finetuning.command import main, request_of
 from megacp.finetuning.data import look_at
 from megacp.finetuning.flags import divided
 from megacp.finetuning.model import model_folder
 from megacp.finetuning.run import commands_of, planned
-from megacp.finetuning.steps import STEP, Command, bar
+from megacp.finetuning.steps import STEP, Command, progress_bar
 from megacp.prepare.packs.lengths import Lengths
+from megacp.programs import PROGRAMS
+from megacp.programs import main as umbrella
+from megacp.training.loop.finetuning import default_batch
 from megacp.training.monitor.log import StepRecord, step_line
 from tests.finetuning import folders
 from tests.test_packaging import commands_of_setup
@@ -42,7 +43,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_rows_hold_the_longest_conversation_and_are_a_power_of_two() -> None:
     assert numbers.rows(CHATS, "cpu", None).tokens == 2048
     long = dataclasses.replace(CHATS, longest=5000, longest_whole=5000)
-    assert numbers.rows(long, "cpu", None) == numbers.Rows(
+    assert numbers.rows(long, "cpu", None) == numbers.RowChoice(
         8192, "error", "the longest document has 5,000 tokens"
     )
 
@@ -62,7 +63,7 @@ def test_a_long_text_is_cut_and_does_not_make_the_rows_longer() -> None:
     text = dataclasses.replace(CHATS, longest=1_000_000, longest_whole=0, talks=0)
     assert numbers.rows(text, "cpu", 4096).oversize == "split"
     mixed = dataclasses.replace(CHATS, longest=1_000_000)
-    assert numbers.rows(mixed, "cpu", 4096) == numbers.Rows(
+    assert numbers.rows(mixed, "cpu", 4096) == numbers.RowChoice(
         2048, "split", "the longest document has 900 tokens"
     )
 
@@ -71,7 +72,7 @@ def test_a_large_data_set_that_was_measured_in_part_leaves_longer_documents_out(
     part = dataclasses.replace(CHATS, is_whole=False, share=0.01)
     rows = numbers.rows(part, "cuda", None)
     assert (rows.tokens, rows.oversize) == (8192, "drop")
-    assert numbers.batch(rows.tokens, part.all_tokens) == 4
+    assert default_batch(part.all_tokens, rows.tokens) == 4
 
 
 @pytest.mark.parametrize(
@@ -87,7 +88,7 @@ def test_a_large_data_set_that_was_measured_in_part_leaves_longer_documents_out(
 def test_larger_models_get_lower_learning_rates(
     parameters: int, tokens: int, uses_lora: bool, rate: float
 ) -> None:
-    assert numbers.learning_rate(parameters, tokens, uses_lora) == rate
+    assert numbers.peak_rate(parameters, tokens, uses_lora) == rate
 
 
 # ---- flags
@@ -123,7 +124,7 @@ def test_model_and_data_come_first(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as end:
-        parsed(arguments)
+        request_of(arguments)
     assert end.value.code == 2 and "give MODEL and at least one file" in capsys.readouterr().err
 
 
@@ -131,11 +132,11 @@ def test_the_commands_of_a_plan_have_its_choices_and_the_users_flags(
     model: Path, tmp_path: Path
 ) -> None:
     chats = folders.write_messages(tmp_path)
-    request = parsed(
+    request = request_of(
         [str(model), str(chats), "--output", "out", "--nproc", "2", "--lr", "1e-3", "--seed", "7"]
     )
-    plan = planned(request)
-    build, train, export = commands_of(request, plan)
+    choices = planned(request)
+    build, train, export = commands_of(request, choices)
     assert build.words[:7] == (
         *("build", "--input", str(chats), "--output", "out/packs", "--tokenizer", str(model)),
     )
@@ -145,7 +146,19 @@ def test_the_commands_of_a_plan_have_its_choices_and_the_users_flags(
     assert train.words[-4:] == ("--lr", "1e-3", "--seed", "7")
     assert "0.0003" not in train.words
     assert export.words[-1] == "--verify"
-    assert ("lr", "0.001 (given)") in plan.lines
+    assert ("lr", "0.001 (given)") in choices.lines
+
+
+def test_a_long_run_saves_during_training_and_validates_if_records_are_held_out(
+    model: Path, tmp_path: Path
+) -> None:
+    chats = folders.write_messages(tmp_path)
+    flags = ["--output", "out", "--nproc", "1", "--train-iters", "500", "--valid-share", "0.1"]
+    choices = planned(request_of([str(model), str(chats), *flags]))
+    assert (choices.train["save_interval"], choices.train["keep_last"]) == (100, 1)
+    assert choices.train["valid_data_path"] == "out/packs/valid"
+    assert choices.train["eval_interval"] == 50
+    assert "train_epochs" not in choices.train
 
 
 def test_a_command_is_shown_in_lines_of_eighty_columns_that_a_shell_reads() -> None:
@@ -219,12 +232,19 @@ def test_cpu_ranks_take_rows_first_and_then_share_them(
     batch: int, ranks: int, expected: dict[str, int]
 ) -> None:
     config = parse([*SIZES, "--global-batch-size", str(batch)])
-    assert layout.choose(config, frozenset(), ranks, [64]).values == expected
+    assert layout.choose_layout(config, frozenset(), ranks, [64]).values == expected
+
+
+def test_ranks_take_as_many_rows_at_once_as_the_user_wants() -> None:
+    sizes = [*SIZES, "--micro-batch-size", "2"]
+    for batch, expected in ("4", {}), ("2", {layout.CP: 2}):
+        config = parse([*sizes, "--global-batch-size", batch])
+        assert layout.choose_layout(config, frozenset(), 2, [64]).values == expected
 
 
 def test_a_model_that_cannot_share_rows_gets_a_larger_batch() -> None:
     config = parse([*SIZES, "--global-batch-size", "1", "--seq-length", "3"])
-    chosen = layout.choose(config, frozenset(), 2, [3])
+    chosen = layout.choose_layout(config, frozenset(), 2, [3])
     assert chosen.values == {"global_batch_size": 2}
 
 
@@ -232,12 +252,12 @@ def test_a_model_that_does_not_fit_gets_lora_adapters_and_then_a_refusal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = parse([*SIZES, "--global-batch-size", "2", "--hidden-size", "256"])
-    for gib, values in (1.0, {}), (0.02, numbers.LORA):
+    for gib, values in (1.0, {}), (0.02, numbers.ADAPTERS):
         monkeypatch.setattr(layout.launch, "device_at_hand", lambda world, gib=gib: ("CPU", gib))
-        assert layout.choose(config, frozenset(), 2, [64]).values == values
+        assert layout.choose_layout(config, frozenset(), 2, [64]).values == values
     monkeypatch.setattr(layout.launch, "device_at_hand", lambda world: ("CPU", 0.001))
     with pytest.raises(ValueError, match="2 CPU ranks would not fit in memory"):
-        layout.choose(config, frozenset(), 2, [64])
+        layout.choose_layout(config, frozenset(), 2, [64])
 
 
 def test_on_gpus_the_planner_chooses_the_layout(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +266,7 @@ def test_on_gpus_the_planner_chooses_the_layout(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     config = parse([*SIZES, "--global-batch-size", "2", "--dtype", "bfloat16"])
     given = frozenset({"context_parallel_size", "seq_length"})
-    chosen = layout.choose(config, given, None, [64])
+    chosen = layout.choose_layout(config, given, None, [64])
     assert chosen.ranks == 2 and "79.1 GiB" in chosen.memory
     assert "context_parallel_size" not in chosen.values
 
@@ -259,7 +279,7 @@ def test_a_line_of_a_training_step_becomes_a_bar() -> None:
     found = STEP.match(step_line(record, 45))
     assert found is not None and found.groups() == ("12", "45", "1.2500", "0:48")
     for columns in 40, 80, 200:
-        shown = bar(12, 45, "1.2500", "0:48", columns)
+        shown = progress_bar(12, 45, "1.2500", "0:48", columns)
         assert shown.endswith(" 12/45  loss 1.2500  0:48 left") and len(shown) < max(columns, 52)
 
 
@@ -275,11 +295,11 @@ def test_the_command_megacp_lists_and_starts_every_installed_command(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     installed = commands_of_setup()
-    assert set(COMMANDS) == set(installed)
+    assert set(PROGRAMS) == set(installed)
     for name, target in installed.items():
-        assert COMMANDS[name].module == target.partition(":")[0]
-        assert importlib.util.find_spec(COMMANDS[name].module) is not None
+        assert PROGRAMS[name].module == target.partition(":")[0]
+        assert importlib.util.find_spec(PROGRAMS[name].module) is not None
     assert umbrella(["--help"]) == 0
     shown = capsys.readouterr().out
-    assert all(f"  {name} " in shown for name in COMMANDS)
+    assert all(f"  {name} " in shown for name in PROGRAMS)
     assert umbrella(["fine-tune"]) == 2 and "no command 'fine-tune'" in capsys.readouterr().err

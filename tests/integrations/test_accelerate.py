@@ -478,7 +478,7 @@ def refused(rank: int, world_size: int, folder: str) -> list[tuple[str, str]]:
         own = trainer(1)
         own.compute_loss_func = print
         call("compute_loss_func would shift", shard_sequences, own, 2)
-        call("logits of a sharded sequence", trainer().predict, rows("packed", 2))
+        call("logits of a sharded sequence: evaluate without", trainer().predict, rows("packed", 2))
         prepare, batch = trainer()._prepare_context_parallel_inputs, collate(rows("packed", 2))
         call(
             "unknown: pixel_values",

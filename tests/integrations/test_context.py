@@ -268,9 +268,9 @@ ZEROS = np.zeros(50, np.int64)
         ("and pad_values", {"pad_values": [0, 0]}),
         ("requires grad", {"buffers": [torch.zeros(1, 48, requires_grad=True)]}),
         ("48, 47", {"buffers": [torch.zeros(1, 48), torch.zeros(47)], "buffer_seq_dims": [1, 0]}),
-        ("46 tokens over 2 ranks, the next length is 48", {"buffers": [torch.zeros(1, 46)]}),
+        ("46 tokens over 2 ranks, the next valid length is 48", {"buffers": [torch.zeros(1, 46)]}),
         (
-            "the next length is 56",
+            "the next valid length is 56",
             {"document_ids": torch.arange(48) // 7, "layout": "zigzag_document"},
         ),
         ("S = 48", {"document_ids": torch.zeros(2, 24).int()}),
@@ -426,7 +426,9 @@ def test_trees_are_read_from_positions_that_go_back() -> None:
     assert (visible(found, found) == want.reshape(480, 480)).all()
     assert (found.depth == positions.flatten().numpy())[mask.flatten() == 1].all()
     for wrong in ([1, 2, 3], [0, 2, 3], [0, 1, -1]):
-        with pytest.raises(ValueError, match="begin at 0 in each row, and go up by one or back"):
+        with pytest.raises(
+            ValueError, match="begin at 0 in each row, and increase by one or decrease"
+        ):
             trees_of(torch.tensor([[0, 1, 1], wrong]))
 
 
@@ -438,7 +440,7 @@ def test_position_ids_count_through_documents_or_rows_and_never_go_back_beside_i
     packed = np.where(np.arange(8) < 6, picture, picture[:, :, [0, 1, 2, 3, 4, 5, 0, 1]])
     one, two = batch_mask(None, 8), batch_mask(torch.arange(8) // 6, 8)
     assert one.misplaced(picture, text) == "" and two.misplaced(packed, text) == ""
-    assert one.misplaced(packed, text) == "position_ids go back 1 times within a document"
+    assert one.misplaced(packed, text) == "position_ids decrease 1 times within a document"
     for mask, positions, right in (
         (one, text, True),
         (two, text, True),
@@ -538,5 +540,5 @@ def test_a_block_is_freed_when_it_is_let_go_and_a_layer_recomputed_behind_it_is_
         assert held() is None
     finally:
         gc.enable()
-    with pytest.raises(ValueError, match="call backward inside"):
+    with pytest.raises(ValueError, match=r"call backward\(\) inside"):
         loss.backward()

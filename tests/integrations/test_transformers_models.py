@@ -275,7 +275,7 @@ USES = [
     Use("Mistral", 'attn_implementation="sdpa"', layout="contiguous", use="sdpa"),
     Use(
         "Llama",
-        "recomputed after its block has ended: call backward inside the block",
+        r"recomputed after its block has ended: call backward\(\) inside the block",
         use="behind",
     ),
     Use("Llama", use="reentrant"),
@@ -285,13 +285,13 @@ USES = [
         "create_graph=True: attention across ranks cannot be differentiated twice",
         use="twice",
     ),
-    Use("LlamaForSequenceClassification", "pools the sequence into one answer"),
+    Use("LlamaForSequenceClassification", "pools the sequence into one output"),
     Use(
         "Mixtral",
         r"SFTConfig\(router_aux_loss_coef=0.0\)",
         {"output_router_logits": True, **EXPERTS},
     ),
-    Use("T5", "takes no position_ids", {"d_model": 32, "d_kv": 8, "d_ff": 48}),
+    Use("T5", "does not accept position_ids", {"d_model": 32, "d_kv": 8, "d_ff": 48}),
 ]
 
 
@@ -455,12 +455,12 @@ def test_masks_of_a_model_that_the_block_does_not_have_are_refused() -> None:
         (
             net,
             {"attention_mask": torch.ones(2, TOKENS)},
-            "24 queries and 48 keys.* must be among the buffers",
+            "24 queries and 48 keys.* must be in the buffers",
         ),
         (
             sliding,
             {"is_causal": False},
-            "window of 16 tokens that also look ahead, in a sequence of 48",
+            "window of 16 tokens without a causal mask, in a sequence of 48",
         ),
         (
             net,

@@ -310,4 +310,21 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "checks do not ask a layout for its slices",
         ),
     ],
+    ("megacp/plan/hardware.py", "tests/plan/test_gpus.py"): [
+        (
+            "return text.lower().replace",
+            "return text.replace",
+            "`--gpu H100` is the name of a missing file",
+        ),
+        (
+            "for end in range(start + 1, len(words) + 1):",
+            "for end in range(start + 1, start + 2):",
+            "a GeForce RTX 4090 counts as an H100",
+        ),
+        (
+            'sheet["host"] = own.pop("host", sheet["host"])',
+            'own.pop("host", None)',
+            "cards on PCI Express 4 offload at the rate of PCI Express 5",
+        ),
+    ],
 }

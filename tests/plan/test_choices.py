@@ -175,7 +175,7 @@ def test_checks_ask_the_row_of_a_transport(
 ) -> None:
     monkeypatch.setitem(TRANSPORTS, "p2p", dataclasses.replace(courier, name="p2p"))
     reasons = " ".join(check(of_transport("p2p", hidden_size=96, num_attention_heads=6), CP))
-    assert "--cp-comm-type p2p distributes heads over 4 ranks" in reasons
+    assert "--cp-comm-type p2p cannot distribute heads evenly across 4 ranks" in reasons
 
 
 @pytest.mark.parametrize("ask", [memory_of, seconds_of, bytes_of])

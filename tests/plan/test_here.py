@@ -60,7 +60,8 @@ def test_a_plan_for_this_machine_keeps_given_flags_and_the_dtype(
     config = planned(tmp_path, flags, 4)
     said = printed(capsys)
     assert (
-        "CPU: nominal times of h100, as no sheet has CPU; they are of bfloat16, not float32" in said
+        "CPU: times from the published rates of h100, as hardware.yaml has no entry for CPU; they hold for bfloat16, not float32"
+        in said
     )
     assert config.grid_shape(4).tp == 2 and config.training.recompute_granularity == "full"
     assert config.training.dtype == "float32" and "dtype" not in values_of_file(
@@ -92,7 +93,7 @@ def test_a_dry_run_without_a_gpu_is_planned_for_the_default_one(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert command.main(["--gpu", "here", "--world-size", "2", "--dry-run", *TINY]) == 0
-    assert "on 2 GPUs of 79." in printed(capsys)
+    assert "on 2 GPUs with 79." in printed(capsys)
 
 
 def test_a_resumed_run_keeps_its_layout_unless_its_ranks_cannot_use_it(
@@ -105,12 +106,14 @@ def test_a_resumed_run_keeps_its_layout_unless_its_ranks_cannot_use_it(
     flags = [*REST, "--load", str(tmp_path), "--recompute-granularity", "none"]
     kept = planned(tmp_path, flags, 1)
     assert kept.training.micro_batch_size == 2
-    assert f"The layout of {tmp_path}/step_0000002, which 1 rank saved" in printed(capsys)
+    assert f"The parallel layout of {tmp_path}/step_0000002, which was saved by 1 rank" in printed(
+        capsys
+    )
     assert planned(tmp_path, [*flags, "--finetune"], 1).training.micro_batch_size != 2
     assert planned(tmp_path, [*flags, "--micro-batch-size", "4"], 1).training.micro_batch_size == 4
     capsys.readouterr()
     assert planned(tmp_path, flags, 2).grid_shape(2).dp == 2
-    assert "step_0000002 was saved by 1 rank, this run has 2" in printed(capsys)
+    assert "step_0000002 was saved by 1 rank, but this run has 2" in printed(capsys)
     # the stored microbatch of two rows does not divide a batch of three
     three = [*flags, "--global-batch-size", "3"]
     assert planned(tmp_path, three, 1).training.micro_batch_size == 1
@@ -120,7 +123,7 @@ def test_a_resumed_run_keeps_its_layout_unless_its_ranks_cannot_use_it(
     most = fullest(model, 1).total * 1.2 / 2**30
     monkeypatch.setattr(DEVICE, lambda world: ("CPU", most))
     assert planned(tmp_path, flags, 1).training.micro_batch_size == 1
-    assert f"step_0000002 does not fit {most:.4g} GiB" in printed(capsys)
+    assert f"step_0000002 does not fit into {most:.4g} GiB" in printed(capsys)
 
 
 @pytest.mark.parametrize("gpu", ["h100", "here"])
@@ -143,7 +146,12 @@ def test_a_plan_of_a_checkpoint_has_its_model_and_its_dtype(
             ["--num-layers", "2"],
             80.0,
             2,
-            ["no layout of 3 ranks", "one of 2 ranks does", "--global-batch-size 4", "dp 3"],
+            [
+                "no parallel layout of 3 ranks",
+                "one of 2 ranks does",
+                "--global-batch-size 4",
+                "dp 3",
+            ],
         ),
         (
             2,
@@ -186,7 +194,7 @@ def test_ranks_without_a_layout_are_refused_with_what_would_change_it(
 def test_a_device_is_found_by_its_name_and_has_its_own_memory(name: str, row: str) -> None:
     here = hardware_here(name, 39.5, "infiniband")
     usual = dataclasses.replace(hardware(row, "infiniband"), memory=39.5, source=here.source)
-    assert here == usual and ("as no sheet has" in here.source) == ("GH200" in name)
+    assert here == usual and ("hardware.yaml has no entry" in here.source) == ("GH200" in name)
 
 
 def test_a_run_knows_the_flags_of_a_layout_that_a_plan_chooses() -> None:

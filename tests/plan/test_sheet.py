@@ -106,13 +106,13 @@ WRONG: dict[str, tuple[tuple[Any, ...], Any, str]] = {
     "one share": (
         ("reached", "flex"),
         0.5,
-        "reached.flex: expected two numbers, of forward and backward, got 0.5",
+        "reached.flex: expected two numbers, for the forward and the backward pass, got 0.5",
     ),
     "three shares": (("reached", "flex"), [1, 1, 1], "reached.flex: expected two numbers"),
     "a long number": (
         ("gpus", "here", "link"),
         10**400,
-        "gpus.link: got a whole number of more than 64 bits",
+        "gpus.link: got an integer of more than 64 bits",
     ),
     "another type": (
         ("terms", "dtype"),
@@ -124,7 +124,7 @@ WRONG: dict[str, tuple[tuple[Any, ...], Any, str]] = {
         1.5,
         "terms.overlap: got 1.5, expected at least 0 and at most 1",
     ),
-    "a number as text": (("gpus", "here", "source"), 5, "gpus.source: expected a text, got 5"),
+    "a number as text": (("gpus", "here", "source"), 5, "gpus.source: expected text, got 5"),
     "no part": (
         ("terms",),
         None,
@@ -133,7 +133,7 @@ WRONG: dict[str, tuple[tuple[Any, ...], Any, str]] = {
     "no gpu": (
         ("gpus",),
         {},
-        "gpus: expected the fields of one GPU below its name, got a mapping of 0",
+        "gpus: expected one GPU name with its fields, got a mapping of 0",
     ),
     "another name": (("gpus", "here", "flop"), 1.0, "unknown field gpus.flop, did you mean flops?"),
     "another part": (("reach",), {}, "unknown field reach, did you mean reached?"),
@@ -278,4 +278,4 @@ def test_the_network_that_is_asked_for_must_be_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status, _, said = planned(tmp_path, removed(whole(), ("networks", "infiniband")), capsys)
-    assert status == 2 and "networks: infiniband of --network is missing" in said
+    assert status == 2 and "networks: infiniband is missing, which --network selects" in said

@@ -1,6 +1,52 @@
 """Breaks that the tests of this folder notice; see tests/mutants.py."""
 
 BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
+    ("megacp/prepare/records/contents.py", "tests/prepare/test_mistakes.py"): [
+        (
+            "if kind.suffix == suffix or",
+            "if True or",
+            "a compressed file is refused at its first byte",
+        ),
+        (
+            "suffix in _BINARY_SUFFIXES and is_json",
+            "False",
+            "JSON with the name of a Parquet file is called damaged",
+        ),
+        (
+            "is_json or not text",
+            "not text",
+            "JSON with an unusual name is refused",
+        ),
+    ],
+    ("megacp/prepare/records/record.py", "tests/prepare/test_mistakes.py"): [
+        (
+            'if before.endswith(",") and rest[:1] in ("}", "]"):',
+            "if False:",
+            "a trailing comma is called a missing name",
+        ),
+    ],
+    ("megacp/prepare/packs/unit.py", "tests/prepare/test_mistakes.py"): [
+        (
+            "if entry.items or len(entry.parts) > 1:",
+            "if False:",
+            "the advice is to split documents that cannot be cut",
+        ),
+        ("    if entry.forms:\n", "    if False:\n", "the advice is to split conversations"),
+    ],
+    ("megacp/prepare/packs/settings.py", "tests/prepare/test_mistakes.py"): [
+        (
+            "[value] if isinstance(value, str | os.PathLike) else value",
+            "value",
+            "a text becomes its characters",
+        ),
+    ],
+    ("megacp/prepare/records/chat_template.py", "tests/prepare/test_mistakes.py"): [
+        (
+            "if choice.endswith(_TEMPLATE_SUFFIX) and not",
+            "if False and not",
+            "a missing template is reported without advice",
+        ),
+    ],
     ("megacp/prepare/tokenize/beside.py", "tests/prepare/test_malformed_tokenizers.py"): [
         ("name not in known and name not in found]", "False]", "a post-processor makes Rust panic"),
         (

@@ -332,7 +332,7 @@ def test_a_sentencepiece_model_names_its_special_tokens_itself(tmp_path: Path) -
     ("specification", "engine", "named"),
     [
         ("gpt-4", "auto", "--tokenizer is 'gpt-4'"),
-        ("openai/gpt2", "auto", "--tokenizer is 'openai/gpt2'"),
+        ("openai/gpt2", "auto", "hf download openai/gpt2 --local-dir gpt2"),
         ("none/tokenizer.json", "auto", "none/tokenizer.json"),
         ("none/vocab.json,none/merges.txt", "auto", "none/vocab.json, none/merges.txt"),
         ("{folder}/a.model", "auto", "a.model"),

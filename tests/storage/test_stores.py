@@ -318,7 +318,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         Url("gs://b/c").info()
     monkeypatch.setitem(sys.modules, "fsspec", None)
     with pytest.raises(
-        ValueError, match=r"URLs need the package fsspec: pip install 'megacp\[store\]'"
+        ValueError, match=r"URLs need the package fsspec: pip install -e '\.\[store\]'"
     ):
         Url("s3://b/c").info()
 

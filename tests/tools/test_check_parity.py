@@ -145,7 +145,10 @@ def test_a_fault_in_the_ranks_is_found_and_told(
         ),
         (["--config", "/no/such/file.yaml"], "--config /no/such/file.yaml"),
         (["--data-path", "/no/such/folder"], "--data-path /no/such/folder"),
-        (["--data-path", "/no/such/folder", "--mask", "mixed"], "--data-path and --mask mixed"),
+        (
+            ["--data-path", "/no/such/folder", "--mask", "mixed"],
+            "--data-path cannot be combined with --mask mixed",
+        ),
     ],
 )
 def test_contradictions_are_refused_before_a_process_starts(
@@ -329,7 +332,7 @@ def test_a_part_that_fails_or_comes_too_late_is_a_line_and_what_was_found_is_on_
     assert (
         main(["--device", "cpu", "--output", str(tmp_path), "--minutes", "-1", "--overwrite"]) == 1
     )
-    assert (tmp_path / "report.md").read_text().count("left out") == 3
+    assert (tmp_path / "report.md").read_text().count("skipped: the limit of") == 3
 
 
 @pytest.mark.parametrize(

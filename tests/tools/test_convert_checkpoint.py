@@ -348,7 +348,10 @@ NORM, TABLE = "model.norm.weight", "model.embed_tokens.weight"
 DAMAGE: list[tuple[dict[str, Any], str]] = [
     ({NORM: None}, f"{NORM} is missing"),
     ({"model.extra": torch.zeros(2)}, "model.extra is unexpected"),
-    ({TABLE: torch.zeros(104, 48)}, f"{TABLE} has shape (104, 48), the config requires (97, 48)"),
+    (
+        {TABLE: torch.zeros(104, 48)},
+        f"{TABLE} has shape (104, 48), but the config requires (97, 48)",
+    ),
     ({NORM: torch.ones(48).half()}, "final_norm.weight float16): choose one with --dtype"),
 ]
 
@@ -428,7 +431,7 @@ def test_a_checkpoint_is_not_exported_without_its_own_tokenizer(
     with (tmp_path / "b" / "tokenizer.json").open("a") as stream:
         stream.write("\n")  # differs from the run's file
     for flags, message in (
-        ((), "was trained with a tokenizer: name it with --tokenizer"),
+        ((), "was trained with a tokenizer: set it with --tokenizer"),
         (("--chat-template", "messages"), "--chat-template messages requires --tokenizer"),
         (("--tokenizer", "byte"), "--tokenizer byte differs from"),
     ):

@@ -93,7 +93,7 @@ def test_errors_are_one_line_and_nothing_is_overwritten(corpus: list[Path], tmp_
         (tmp_path / name).write_text(text)
     for named, source, output, size in (
         ("kept.json", "a.txt", "kept.json", 300),
-        ("it must end in .json", "a.txt", "x.model", 300),
+        ("must end in .json", "a.txt", "x.model", 300),
         ("none.txt", "none.txt", "x.json", 300),
         ("257", "a.txt", "x.json", 200),
         ("bad.jsonl:1", "bad.jsonl", "x.json", 300),

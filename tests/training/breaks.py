@@ -111,7 +111,7 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "a rank waits for one that Ctrl-C has ended",
         ),
         (
-            "    if ended_by:  # a signal came",
+            "    if ended_by:  # a signal arrived",
             "    if False:  # by a",
             "Ctrl-C between two starts is lost",
         ),

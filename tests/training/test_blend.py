@@ -63,9 +63,9 @@ def test_a_run_tells_the_shares_and_epochs_of_its_datasets(
     run(1, [*FLAGS, *blend_flags(tmp_path), "--save", str(out), "--train-iters", "5"])
     told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("blend: ")]
     assert told[:3] == [
-        "blend: captions gives 60.0000% of the samples; 9 packs, numbers 0 to 8",
-        "blend: pointing gives 30.0000% of the samples; 4 packs, numbers 9 to 12",
-        "blend: text gives 10.0000% of the samples; 30 packs, numbers 13 to 42",
+        "blend: captions provides 60.0000% of the samples; 9 packs, numbers 0 to 8",
+        "blend: pointing provides 30.0000% of the samples; 4 packs, numbers 9 to 12",
+        "blend: text provides 10.0000% of the samples; 30 packs, numbers 13 to 42",
     ]
     # pointing's 4 packs are exhausted after 12 samples, the 9 packs of captions after 16
     assert told[3:] == [
@@ -107,7 +107,8 @@ def test_other_weights_than_the_checkpoints_are_refused(
     load = ["--load", str(tmp_path / "out")]
     assert main([*FLAGS, *blend_flags(tmp_path, weights=("0.5", "0.4", "0.1")), *load]) == 2
     assert (
-        "was trained on other datasets or weights than --data-path 0.5 " in capsys.readouterr().err
+        "was trained on different datasets or weights than --data-path 0.5 "
+        in capsys.readouterr().err
     )
 
 

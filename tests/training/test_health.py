@@ -218,7 +218,7 @@ def test_a_run_all_of_whose_images_are_broken_ends(tmp_path: Path) -> None:
         step, told = notes(tmp_path / name / "out")[-1]
         assert (
             step == 2
-            and "documents with images were left out: an image could not be decoded" in told
+            and "documents with images were dropped because an image could not be decoded" in told
         )
         assert committed(tmp_path / name / "out") == []
 
@@ -234,9 +234,11 @@ def test_a_step_that_learns_from_no_token_is_named_and_skipped(
     named = [
         step
         for step, text in told
-        if text.startswith("no token of the step has a loss weight, bad images left")
+        if text.startswith(
+            "no token of the step has a loss weight, after documents with bad images"
+        )
     ]
-    assert named == [1, 2, 3, 4] and "none of 4 steps made an update" in told[-1][1]
+    assert named == [1, 2, 3, 4] and "none of the 4 steps made an update" in told[-1][1]
     assert all(math.isnan(float(loss)) for loss in losses(tmp_path / "out").values())
 
 
@@ -444,7 +446,7 @@ def test_a_stopped_rank_ends_the_others_after_the_timeout_and_is_named(
         assert processes[where].is_alive() and processes[1 - where].exitcode == 1
     message = (tmp_path / f"words {1 - where}").read_text()
     assert f"rank {1 - where} failed in step 3: RuntimeError" in message
-    assert f"no word from rank {where} in step 3: stopped, dead, or still computing" in message
+    assert f"no message from rank {where} in step 3: stopped, dead, or still computing" in message
     assert load_checkpoint(tmp_path / "out", WORLD).step == 2
 
 

@@ -228,7 +228,7 @@ def test_finetuning_takes_weights_alone_and_any_seed_and_dataset(
             str(tmp_path / f"of_{name}"),
         ]
         run(1, tune)
-        assert "this run starts at step 0 with a fresh optimizer" in capsys.readouterr().out
+        assert "this run starts at step 0 with a new optimizer" in capsys.readouterr().out
     assert losses(tmp_path / "of_base") == losses(tmp_path / "of_bare")
     assert sorted(losses(tmp_path / "of_base")) == [1, 2, 3, 4]
     assert main([*base, "--load", str(tmp_path / "bare")]) == 2
@@ -396,7 +396,7 @@ def test_a_step_that_is_not_finite_is_skipped_by_all_and_its_packs_are_named(
     if where == "loss":
         assert f"the loss of pack {ids[0][0]} was not finite, on rank 1" in line
     else:
-        assert "all losses were finite, a gradient was not; the step had packs " in line
+        assert "all losses were finite, but a gradient was not; the step had packs " in line
         named = {int(text) for text in line.split("packs ")[1].split(", ")}
         assert len(named) == 4 and named >= {number for of_batch in ids for number in of_batch}
     _, note, logged, _ = [

@@ -177,7 +177,7 @@ def test_a_run_is_resumed_without_a_flag_of_its_model(
     assert losses(folders[0]) == losses(folders[1]) and sorted(losses(folders[0])) == [3, 4]
     told = capsys.readouterr().out
     assert (
-        f"the model is that of {folders[1] / 'step_0000002'}: --hidden-size 32, --ffn-hidden-size "
+        f"model flags from {folders[1] / 'step_0000002'}: --hidden-size 32, --ffn-hidden-size "
         "48" in told
     )
     assert (
@@ -227,8 +227,8 @@ def test_a_flag_that_is_given_and_contradicts_is_refused_by_its_name(
     lines = capsys.readouterr().err.splitlines()
     step = base / "step_0000002"
     assert lines == [
-        f"error: {step} has --num-layers 4, this run 3",
-        f"{step} has --hidden-size 32, this run 256",
+        f"error: {step} has --num-layers 4, but this run has 3",
+        f"{step} has --hidden-size 32, but this run has 256",
     ]
 
 

@@ -166,8 +166,8 @@ def test_another_model_of_the_same_shapes_is_refused_and_other_changes_are_told(
     )
     message = capsys.readouterr().err
     assert (
-        "--num-attention-heads 4, this run 8" in message
-        and "--rotary-base 10000.0, this run 500.0" in message
+        " --num-attention-heads 4, but this run has 8" in message
+        and " --rotary-base 10000.0, but this run has 500.0" in message
     )
     run(1, [*load, "--weight-decay", "0.2", "--lr-decay-iters", "4"])
     said = capsys.readouterr().out
@@ -203,7 +203,7 @@ def test_another_dtype_is_one_reason(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert main([*TINY, "--load", str(tmp_path), "--dtype", "float32", *more]) == 2
         error = capsys.readouterr().err
         assert (
-            "step_0000002 has --dtype float64, this run float32" in error
+            "step_0000002 has --dtype float64, but this run has float32" in error
             and error.count("float64") == 1
         )
 

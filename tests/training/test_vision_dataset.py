@@ -211,7 +211,7 @@ def test_a_run_tells_how_images_are_dealt_what_it_left_out_and_has_the_losses_of
         [(row["step"], row["text"]) for row in rows if row["kind"] == "note"] for rows in runs
     ]
     assert left_out[0] and left_out[0] == left_out[1]
-    assert all("left out a document: pack 0, record of" in text for _, text in left_out[0])
+    assert all("dropped a document: pack 0, record of" in text for _, text in left_out[0])
     np.testing.assert_allclose(figures[1], figures[0], rtol=1e-9)
 
 

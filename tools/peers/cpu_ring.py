@@ -1,8 +1,9 @@
 """Run torch's ring attention on CPUs: a patch for torchtitan and Accelerate.
 
-`torch.distributed.tensor.experimental._context_parallel` lists the kernels of CUDA by name and
-refuses the CPU's kernel. Its ring works with any kernel that returns a log-sum-exp. The patch adds
-the CPU's flash kernel and its backward to the table of handlers. The ring itself is unchanged.
+`torch.distributed.tensor.experimental._context_parallel` lists the CUDA kernels by name and rejects
+the CPU kernel, although its ring works with any kernel that returns a log-sum-exp. The patch adds
+the CPU's flash attention kernel and its backward kernel to the table of handlers. The ring itself
+is unchanged.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ _SEQUENCE = 2  # the dimension in [batch, heads, sequence, width]
 
 
 def allow_cpu_kernel() -> None:
-    """Add the CPU's kernel to the table. Call this once per process."""
+    """Add the CPU kernel to torch's table. Call this function once per process."""
     ring.custom_ops[_FORWARD] = _forward
     ring.custom_ops[_BACKWARD] = _backward
 
 
 def _wrapped(local: torch.Tensor, like: DTensor) -> DTensor:
-    """Wrap a local result like torch's handler: cut along the sequence, as the queries."""
+    """Wrap a local result as torch's handler does: sharded along the sequence, like the queries."""
     shape = list(local.shape)
     shape[_SEQUENCE] *= like.device_mesh.size()
     meta = TensorMeta(torch.Size(shape), local.stride(), local.dtype)

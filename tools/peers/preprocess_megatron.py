@@ -1,10 +1,10 @@
-"""Tokenize text like Megatron's preprocessing: a pool of processes, with one call of the tokenizer
-per JSON line.
+"""Tokenize text like Megatron's preprocessing: a pool of processes, with one tokenizer call per
+JSON line.
 
-The writer is megatron-core's. No package contains the loop around it, so this script repeats the
-loop of Megatron's tool: workers receive chunks of 32 lines, and ids return as lists. `--batch N`
-gives the tokenizer N texts at once. The script prints the seconds from the start of the pool to the
-closed files, without the imports of torch and megatron-core.
+The writer is megatron-core's. No package contains the loop around it, so this script replicates the
+loop of Megatron's tool: workers receive chunks of 32 lines and return ids as lists. With
+`--batch N`, the tokenizer processes N texts per call. The script prints the seconds from the start
+of the pool until the files are closed, excluding the imports of torch and megatron-core.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ END = "<|endoftext|>"
 
 
 class Encoder:
-    """State of a worker: the tokenizer, and the id that ends a document."""
+    """The state of a worker: the tokenizer, and the id that ends a document."""
 
     tokenizer: Tokenizer
     end: int
 
     @classmethod
     def start(cls, path: str) -> None:
-        """Load the tokenizer. Called once in each worker."""
+        """Load the tokenizer, once in each worker."""
         cls.tokenizer = Tokenizer.from_file(path)
         cls.end = cls.tokenizer.token_to_id(END)
 
     @classmethod
     def encode(cls, lines: list[bytes]) -> list[list[int]]:
-        """Return the ids of the texts of some records."""
+        """Return the token ids of each record's text."""
         texts = [json.loads(line)["text"] for line in lines]
         if len(texts) == 1:
             return [[*cls.tokenizer.encode(texts[0]).ids, cls.end]]
@@ -58,7 +58,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Preprocess text like Megatron, for a comparison.")
     parser.add_argument("--input", type=Path, required=True)
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--tokenizer", required=True, help="a tokenizer.json")
+    parser.add_argument("--tokenizer", required=True, help="path of a tokenizer.json")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--batch", type=int, default=1)
     arguments = parser.parse_args()

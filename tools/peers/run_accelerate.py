@@ -1,9 +1,9 @@
-"""Train the transformers library's Llama with Accelerate 1.15: DDP or FSDP2 at dp 2, context
-parallelism over FSDP2.
+"""Train transformers' Llama with Accelerate 1.15: DDP or FSDP2 at dp 2, or context parallelism with
+FSDP2.
 
-Patches: Accelerate enables FSDP2 only on accelerators, so with FSDP2 this script claims several of
-them. Ring attention gets the CPU's kernel (cpu_ring.py). DDP and FSDP2 divide gradients by the
-number of ranks, so losses are multiplied by it.
+Patches: Accelerate enables FSDP2 only on accelerators, so with FSDP2 this script pretends to have
+several of them. Ring attention uses the CPU kernel (cpu_ring.py). DDP and FSDP2 divide gradients by
+the number of ranks, so losses are multiplied by this number.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 
 def accelerator_of(work: Work) -> Accelerator:
-    """Return Accelerate's object for the grid."""
+    """Return an Accelerator for the grid."""
     if work.options.get("data") != "shard" and work.axes["cp"] == 1:
         return Accelerator(cpu=True)
     allow_cpu_kernel()
@@ -51,14 +51,14 @@ def build(work: Work) -> Train:
 
     def backward(ids: torch.Tensor, targets: torch.Tensor, denominator: float) -> float:
         ids, targets, extra = ids.clone(), targets.clone(), {}
-        # Without cp, positions would only make the library look for packed sequences.
+        # Without cp, position ids would only make transformers look for packed sequences.
         if work.axes["cp"] > 1:
             extra["position_ids"] = positions.repeat(len(ids), 1)
         buffers = [ids, targets, *extra.values()]
         with accelerator.maybe_context_parallel(
             buffers, [1] * len(buffers), no_restore_buffers=set(buffers)
         ):
-            # Accelerate cuts the buffers over cp inside this block.
+            # Inside this block, Accelerate shards the buffers across cp.
             loss = token_loss(model(input_ids=ids, **extra).logits, targets, denominator)
             accelerator.backward(loss * ranks)
         return loss.item()

@@ -1,7 +1,7 @@
-"""Train the transformers library's Llama with torch's `fully_shard`: one process, and dp 2.
+"""Train transformers' Llama with torch's `fully_shard`, on one process or with dp 2.
 
-Nothing is patched. Each block is a group of `fully_shard`, and then the whole model. Groups sum
-gradients instead of averaging them: the loss is already divided by the tokens of the step, and gloo
+Nothing is patched. `fully_shard` is applied to each block, then to the whole model. Gradients are
+summed instead of averaged: the loss is already divided by the step's number of tokens, and gloo
 lacks the scaled sums that `fully_shard` uses by default.
 """
 
@@ -22,7 +22,7 @@ def build(work: Work) -> Train:
     model.config.use_cache = False
     if work.axes["dp"] > 1:
         mesh = init_device_mesh("cpu", (work.axes["dp"],))
-        # Shard each block separately, so only one block is gathered at a time.
+        # Shard each block separately, so that only one block is gathered at a time.
         for block in model.model.layers:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)

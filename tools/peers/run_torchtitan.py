@@ -1,13 +1,13 @@
 """Train torchtitan 0.3.0's Llama 3 with its parallelisms, pipeline, loss, clipping and optimizer.
 
-Patches: torchtitan chooses CUDA if torch finds no accelerator, so this script reports `cpu`. Ring
-attention gets the CPU's kernel (cpu_ring.py). FSDP2 uses plain sums, because gloo lacks scaled
-ones.
+Patches: torchtitan chooses CUDA if torch finds no accelerator, so this script reports `cpu` as the
+device type. Ring attention uses the CPU kernel (cpu_ring.py). FSDP2 uses plain sums, because gloo
+lacks scaled sums.
 
 Settings: attention is torch's `scaled_dot_product_attention`, because FlexAttention has no backward
-on CPUs. DTensors replace `spmd_types`, which torch 2.13's `fully_shard` does not support. There is
-no activation checkpointing, and all values are fp32. The loop repeats Trainer.train_step; the
-Trainer, its data loader and its metrics are omitted.
+pass on CPUs. DTensors replace `spmd_types`, which torch 2.13's `fully_shard` does not support.
+There is no activation checkpointing, and all values are fp32. The loop replicates
+Trainer.train_step without the Trainer itself, its data loader and its metrics.
 """
 
 from __future__ import annotations
@@ -35,9 +35,7 @@ from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter  
 
 DEVICE = torch.device("cpu")
 ANY = {"weight": torch.nn.init.zeros_, "bias": torch.nn.init.zeros_}
-"""Initialization for torchtitan's configs, which require one. The weights of the folder replace the
-zeros.
-"""
+"""Initialization that torchtitan's configs require. The loaded weights replace the zeros."""
 
 
 class Flags:
@@ -64,7 +62,7 @@ class Flags:
 
 
 def config_of(work: Work) -> Llama3Model.Config:
-    """Return torchtitan's configuration of the folder's Llama."""
+    """Return torchtitan's config for the Llama in the weights folder."""
     theirs = LlamaConfig.from_pretrained(work.weights)
     dim, heads = theirs.hidden_size, theirs.num_attention_heads
 
@@ -105,7 +103,7 @@ def config_of(work: Work) -> Llama3Model.Config:
 
 
 class Trainer:
-    """The model, divided over the grid, with a step like torchtitan's Trainer.train_step."""
+    """The model, sharded across the grid, with a step like torchtitan's Trainer.train_step."""
 
     def __init__(self, work: Work) -> None:
         allow_cpu_kernel()
@@ -158,8 +156,9 @@ class Trainer:
     def given(
         self, ids: torch.Tensor, targets: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, dict]:
-        """Return positions and this rank's part of the row, like torchtitan's
-        post_dataloading_process.
+        """Return this rank's ids and targets, and the extra model inputs with the positions.
+
+        The function corresponds to torchtitan's post_dataloading_process.
         """
         extra = {"positions": torch.arange(ids.shape[1]).expand(ids.shape)}
         if self.dims.cp_enabled:
@@ -171,7 +170,10 @@ class Trainer:
     def by_stages(
         self, ids: torch.Tensor, targets: torch.Tensor, count: torch.Tensor
     ) -> torch.Tensor | None:
-        """Run forward and backward of all microbatches. Return the loss on the last stage."""
+        """Run the forward and backward passes of all microbatches.
+
+        Return the loss on the last stage, None on other stages.
+        """
         losses: list[torch.Tensor] | None = [] if self.last else None
         ids, targets, extra = self.given(ids, targets)
         with self.context():
@@ -186,7 +188,7 @@ class Trainer:
         return torch.stack(losses).sum() if losses is not None else None
 
     def whole(self, ids: torch.Tensor, targets: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-        """Run forward and backward of one microbatch. Return this rank's part of the loss."""
+        """Run one microbatch's forward and backward pass; return this rank's part of the loss."""
         ids, targets, extra = self.given(ids, targets)
         with self.context():
             prediction = self.models[0](ids, **extra)
@@ -196,10 +198,10 @@ class Trainer:
         return loss
 
     def train(self, tokens: torch.Tensor, labels: torch.Tensor) -> float | None:
-        """Train one step. Return the loss, or None on a rank that does not know it."""
+        """Train one step; return the loss, or None on ranks that do not have it."""
         self.optimizers.zero_grad()
         parts = self.work.microbatches(tokens, labels)
-        # The loss of the step is divided by the labels of all data-parallel ranks.
+        # The step's loss is divided by the number of labels on all data-parallel ranks.
         count = sum((targets != IGNORE_INDEX).sum() for _, targets in parts)
         if self.dims.dp_enabled:
             count = utils.dist_sum_tensor(count, self.dims.get_mesh("batch"))

@@ -1,10 +1,10 @@
-"""Run one rank of another trainer: each JSON line on standard input asks for a step, and one line
-on standard output answers.
+"""Run one rank of another trainer: each JSON line on standard input requests a step, and a line on
+standard output contains the result.
 
-Every script of this folder runs in the interpreter of `tools/benchmark.py --peers-python`, with one
-process per rank, and imports nothing of megacp. `serve` creates the gloo group, builds the trainer,
-and times its steps between two barriers, as bench/steps.py does. Standard output contains only the
-answers; messages of libraries go to standard error.
+Every script in this folder runs in the interpreter of `tools/benchmark.py --peers-python`, with one
+process per rank, and does not import megacp. `serve` creates the gloo group, builds the trainer,
+and times its steps between two barriers, as bench/steps.py does. Standard output contains only
+results; library messages go to standard error.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import cross_entropy
 
 IGNORED = -100
-"""Label of a token that predicts nothing."""
+"""Label of a token that has nothing to predict."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """The input of every trainer: sizes, weights, tokens, and the position of this rank."""
+    """The input of every trainer: sizes, weights, tokens, and this rank's position in the grid."""
 
     rank: int
     world_size: int
@@ -42,25 +42,26 @@ class Work:
     options: dict[str, Any]
     """Options of this trainer on this grid."""
     adamw: dict[str, float]
-    """Values of lr, beta1, beta2, eps, weight_decay and clip_grad."""
+    """lr, beta1, beta2, eps, weight_decay and clip_grad."""
     weights: Path
-    """A Hugging Face folder of a Llama."""
+    """The Hugging Face folder of a Llama."""
     sequences: int
-    """Sequences per step, over all ranks."""
+    """Number of sequences per step, on all ranks together."""
     length: int
-    """Tokens of a sequence."""
+    """Number of tokens per sequence."""
     before: int
     """Peak memory of the process before the model is built, in bytes."""
 
     @property
     def data_rank(self) -> int:
-        """Position along dp. Only dp divides sequences, and no grid here combines it with another
-        axis.
+        """This rank's position along dp, the only axis that divides the sequences.
+
+        No grid of the comparison combines dp with another axis.
         """
         return self.rank if self.axes["dp"] > 1 else 0
 
     def optimizer(self, parameters: Any) -> torch.optim.AdamW:
-        """Return AdamW in torch's fused form, the fastest on CPUs."""
+        """Return torch's fused AdamW, the fastest implementation on CPUs."""
         values = self.adamw
         betas = (values["beta1"], values["beta2"])
         decay = values["weight_decay"]
@@ -69,22 +70,20 @@ class Work:
     def microbatches(
         self, tokens: torch.Tensor, labels: torch.Tensor
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return the sequences of this data-parallel rank one at a time, as megacp processes
-        them.
-        """
+        """Return this data-parallel rank's microbatches of one sequence each, as in megacp."""
         mine = self.sequences // self.axes["dp"]
         part = slice(self.data_rank * mine, (self.data_rank + 1) * mine)
         return list(zip(tokens[part].split(1), labels[part].split(1), strict=True))
 
 
 Train = Callable[[torch.Tensor, torch.Tensor], float | None]
-"""Function from tokens and labels [sequences, length] of a whole step to its loss, or None on ranks
-that do not know it.
+"""A function that trains one step on tokens and labels [sequences, length] and returns the loss, or
+None on ranks that do not have it.
 """
 
 
 def token_loss(logits: torch.Tensor, labels: torch.Tensor, denominator: float) -> torch.Tensor:
-    """Return the loss summed over this rank's labels, divided by the denominator of the step."""
+    """Return the loss summed over this rank's labels, divided by the step's denominator."""
     total = cross_entropy(
         logits.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=IGNORED
     )
@@ -100,9 +99,7 @@ def summed(loss: float, world_size: int) -> float:
 
 
 def plain_sums(model: torch.nn.Module) -> None:
-    """Make `fully_shard` sum gradients, because gloo lacks the scaled sums with which it
-    averages.
-    """
+    """Make `fully_shard` sum gradients, because gloo lacks the scaled sums for averages."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -116,8 +113,8 @@ def peak_bytes() -> int:
 
 
 def serve(build: Callable[[Work], Train]) -> None:
-    """Build the trainer, then train one step for each line until the input ends."""
-    # Keep standard output for the answers, and send every other print to standard error.
+    """Build the trainer, then train one step for each input line until the input ends."""
+    # Reserve standard output for results, and redirect all other output to standard error.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     warnings.simplefilter("ignore")
@@ -127,7 +124,7 @@ def serve(build: Callable[[Work], Train]) -> None:
 
     try:
         work, tokens, labels = _given()
-        torch.ones(8).sum()  # starts threads and allocators before the measurement
+        torch.ones(8).sum()  # starts threads and allocators before the memory measurement
         train = build(work)
         answer(ready=True)
         for line in sys.stdin:
@@ -180,7 +177,7 @@ def _measured(
     train: Train, tokens: torch.Tensor, labels: torch.Tensor, before: int
 ) -> dict[str, Any]:
     dist.barrier()
-    # Time from barrier to barrier, so waiting for slower ranks counts.
+    # Time from barrier to barrier, which includes waiting for slower ranks.
     wall, cpu = time.perf_counter(), time.process_time()
     loss = train(tokens, labels)
     dist.barrier()

@@ -45,7 +45,7 @@ Recurrence = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 def linear_attention_problem() -> str | None:
     """Return the reason why flash-linear-attention cannot be used here, or None."""
     if find_spec("fla") is None or find_spec("triton") is None:
-        return "flash-linear-attention is not installed (pip install 'megacp[fla]')"
+        return "flash-linear-attention is not installed (pip install -e '.[fla]')"
     release = tuple(int(number) for number in re.findall(r"\d+", version("triton"))[:3])
     hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
     # with these releases of Triton, the package raises an error in the first backward pass

@@ -1,1 +1,1 @@
-"""Layer factories: native layers or Transformer Engine's."""
+"""Layer factories: native layers, or layers of Transformer Engine."""

@@ -1,7 +1,8 @@
 """Detection of NVIDIA's apex.
 
-apex has no wheel, and the package `apex` on the public index is an unrelated web toolkit. The
-detection imports nothing: `import apex` would run the code of the web toolkit and fail only later.
+There is no wheel for NVIDIA's apex, and the package `apex` on the public index is an unrelated web
+toolkit. The detection imports nothing, because `import apex` would run the web toolkit's code and
+fail only later.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 import torch
 
 GRADIENT_KERNEL = "fused_weight_gradient_mlp_cuda"
-"""apex's extension module for a fused product and sum of weight gradients in float32."""
+"""apex's extension module that fuses the product and the float32 sum of weight gradients."""
 
 BUILD = (
     "build it from the source repository NVIDIA/apex, in an environment that has CUDA torch: "
@@ -38,13 +39,13 @@ def apex_status() -> str:
 def describe_apex() -> str:
     """Return one line about the installed apex and, if it is the wrong one, how to fix it."""
     descriptions = {
-        "nvidia": "apex: NVIDIA's, with its CUDA extensions",
+        "nvidia": "apex: NVIDIA's package, with its CUDA extensions",
         "nvidia without extensions": (
-            f"apex: NVIDIA's, but without its CUDA extensions (no amp_C); {BUILD}"
+            f"apex: NVIDIA's package, but without its CUDA extensions (no amp_C); {BUILD}"
         ),
         "impostor": (
-            "apex: the installed package is not NVIDIA's but a web toolkit: pip uninstall apex, "
-            f"then {BUILD}"
+            "apex: the installed package is an unrelated web toolkit and not NVIDIA's; run "
+            f"pip uninstall apex, then {BUILD}"
         ),
         "absent": "apex: not installed, and not needed",
     }
@@ -52,7 +53,7 @@ def describe_apex() -> str:
 
 
 def weight_gradient_kernel() -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] | None:
-    """Return apex's function that adds `dy^T x` to a total, or None without its kernel.
+    """Return a function that adds `dy^T x` to a total with apex; None if its kernel is missing.
 
     The arguments are `(total[f, h], dy[t, f], x[t, h])`; the total is float32.
     """
@@ -60,7 +61,7 @@ def weight_gradient_kernel() -> Callable[[torch.Tensor, torch.Tensor, torch.Tens
         return None
     if find_spec(GRADIENT_KERNEL) is None:
         return None
-    # import only now, when it is certain that the package is NVIDIA's
+    # import only now that the package is known to be NVIDIA's
     kernel = import_module(GRADIENT_KERNEL)
 
     def add(total: torch.Tensor, grad: torch.Tensor, x: torch.Tensor) -> None:

@@ -1,14 +1,15 @@
-"""A norm followed by a linear, a gated MLP, and tiling of that MLP over tokens.
+"""A norm followed by a linear layer, a gated MLP, and tiling of the MLP over tokens.
 
-Each cheap step of `NormMLP` is a separate function. Selective recomputation can therefore drop the
+Each cheap operation in `NormMLP` is a separate function, so selective recomputation can drop the
 norm's output and the widest activation without repeating a matrix product or communication.
 
 With tiles (ALST: Bekman et al., 2025), gate, up and SwiGLU exist for only one tile at a time, in
-forward and in backward. Only the input is saved; backward recomputes a tile, computes its gradients
+both passes. Only the input is saved. The backward pass recomputes a tile, computes its gradients
 and continues with the next tile. Weight gradients are summed over the tiles in fp32 or wider, and
-autograd receives them once. Under sequence parallelism, a tile consists of some rows of each tp
-rank, which are gathered for that tile. The input is saved before the tiles are computed. A block
-that is itself recomputed in backward stops there, so no product runs a third time.
+autograd receives them once. With sequence parallelism, a tile consists of some rows of each tp
+rank, which are gathered for this tile. The input is saved before the tiles are computed. If the
+whole block is also recomputed, its recomputation stops at this point, so that no product is
+computed a third time.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Activation = Callable[[torch.Tensor], torch.Tensor]
 
 
 class NormLinear(nn.Module):
-    """Norm and linear, `x[t/tp, h] -> linear(norm(x))`; see `NativeBackend.norm_column_linear`."""
+    """Norm and linear layer: `linear(norm(x))`; see `NativeBackend.norm_column_linear`."""
 
     def __init__(self, norm: nn.Module | None, linear: nn.Module) -> None:
         super().__init__()
@@ -61,12 +62,12 @@ class NormMLP(nn.Module):
 
     def wide(self, x: torch.Tensor, save: Save) -> torch.Tensor:
         """Return the input of the down product, `[t, f/tp]`."""
-        # one expression: a name would keep the norm's output alive during the activation
+        # one expression, because a variable would keep the norm's output alive for too long
         return save(self.activation, self.gate_up(x if self.norm is None else save(self.norm, x)))
 
 
 class Kept(torch.autograd.Function):
-    """Save a tensor in an autograd node at this point of the graph; it gets no gradient."""
+    """Save a tensor in an autograd node at this point of the graph. It gets no gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, *trained: torch.Tensor) -> torch.Tensor:
@@ -79,7 +80,7 @@ class Kept(torch.autograd.Function):
 
 
 class _Tiles(torch.autograd.Function):
-    """A `TiledMLP` for autograd: tiles are computed without a graph and recomputed in backward."""
+    """Autograd function of `TiledMLP`: computes tiles without a graph and recomputes them later."""
 
     @staticmethod
     def forward(ctx: Any, mlp: TiledMLP, kept: list[Any], *rows_and_trained: Any) -> torch.Tensor:
@@ -91,23 +92,23 @@ class _Tiles(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows = []
         for x in ctx.kept:
-            if isinstance(x, torch.Tensor):  # the output of `Kept`, whose node has the input
+            if isinstance(x, torch.Tensor):  # the output of `Kept`, whose node has saved the input
                 node: Any = x.grad_fn
                 rows.append(node.saved_tensors[0])
             else:
                 rows.append(x)
-        # the graph lives until backward ends, but the inputs must be freed before
+        # the graph exists until the backward pass ends, but the inputs must be freed earlier
         ctx.kept.clear()
         wanted = ctx.needs_input_grad[2 : 2 + len(rows)]
         return None, None, *ctx.mlp.gradients(rows, grads[0], wanted)
 
 
 class TiledMLP(nn.Module):
-    """A `norm_mlp` of any backend over tiles of `rows` rows: `x[t/tp, h] -> [t/tp, h]`.
+    """Applies a backend's `norm_mlp` to tiles of `rows` rows: `x[t/tp, h] -> [t/tp, h]`.
 
     Other arguments must have one row per row of `x` and support slicing like a tensor. The number
-    of tiles depends on t/tp, which all tp ranks share, so they make the same calls. A rank without
-    tokens has one empty tile. `precision` returns the context in which a tile is recomputed.
+    of tiles depends on t/tp, which is equal on all tp ranks, so they make the same calls. A rank
+    without tokens has one empty tile. `precision` returns the context for recomputing a tile.
     """
 
     def __init__(
@@ -123,14 +124,14 @@ class TiledMLP(nn.Module):
         return [parameter for parameter in self.parameters() if parameter.requires_grad]
 
     def forward(self, x: torch.Tensor, *more: Any) -> torch.Tensor:
-        """Return the MLP's output for its arguments; tiles ignore the last argument, `save`."""
+        """Return the MLP's output. The last argument, `save`, is not used for tiles."""
         rows = (x, *more[:-1])
         trained = self.trained()
         tensors = [given for given in rows if isinstance(given, torch.Tensor)]
         needs_graph = any(given.requires_grad for given in (*tensors, *trained))
         if not torch.is_grad_enabled() or not needs_graph:
             return self.over_tiles(rows)
-        # keep the output of `Kept`, not only its node: torch may clear the node of a freed tensor
+        # keep the output of `Kept` and not only its node, which torch may clear with the tensor
         kept = []
         for given in rows:
             if isinstance(given, torch.Tensor):
@@ -140,13 +141,13 @@ class TiledMLP(nn.Module):
         return _Tiles.apply(self, kept, *rows, *trained)
 
     def _tiles(self, rows: Sequence[Any]) -> Iterator[tuple[slice, list[Any]]]:
-        """Yield the place of each tile and its arguments; at least one tile, which may be empty."""
+        """Yield the slice and the arguments of each tile; there is at least one, perhaps empty."""
         for start in range(0, max(1, len(rows[0])), self.rows):
             place = slice(start, start + self.rows)
             yield place, [given[place] for given in rows]
 
     def over_tiles(self, rows: Sequence[Any]) -> torch.Tensor:
-        """Return the output `[t/tp, h]`, computed tile by tile without a graph."""
+        """Return the output `[t/tp, h]`, computed tile by tile without an autograd graph."""
         out = torch.empty_like(rows[0])  # [t/tp, h]
         with torch.no_grad():
             for place, tile in self._tiles(rows):
@@ -158,8 +159,8 @@ class TiledMLP(nn.Module):
     ) -> list[torch.Tensor | None]:
         """Return the gradients of the inputs and of the trained parameters.
 
-        `grad[t/tp, h]` is the gradient of the output. Inputs that are not `wanted`, and parameters
-        whose gradient is already in a bucket, get None.
+        `grad[t/tp, h]` is the gradient of the output. The gradient is None for inputs that are not
+        `wanted`, and for parameters whose gradient is already in a bucket.
         """
         trained = self.trained()
         of_rows: list[Any] = []
@@ -172,12 +173,14 @@ class TiledMLP(nn.Module):
                 for x, wants in zip(tile, wanted, strict=True):
                     inputs.append(x.detach().requires_grad_() if wants else x)
                 of_tile, found = self._tile(inputs, grad[place], wanted, trained)
-                # input gradients of a tile are rows of the whole gradient
+                # a tile's input gradients are rows of the whole gradient
                 for whole, part in zip(itertools.compress(of_rows, wanted), of_tile, strict=True):
                     if part is not None:
                         whole[place] = part
                 for parameter, part in found.items():
-                    if fused(parameter):  # the layer has added it; `part` is a placeholder
+                    if fused(
+                        parameter
+                    ):  # the layer has added the gradient; `part` is a placeholder
                         totals[parameter] = part
                     elif parameter not in totals:
                         totals[parameter] = part.to(accumulation_dtype(part.dtype))
@@ -197,14 +200,14 @@ class TiledMLP(nn.Module):
         wanted: Sequence[bool],
         trained: list[nn.Parameter],
     ) -> tuple[list[torch.Tensor | None], dict[nn.Parameter, torch.Tensor]]:
-        """Return one tile's gradients: of its wanted inputs, and of the parameters.
+        """Return the gradients of one tile's wanted inputs, and of the parameters.
 
-        Parameters without a gradient, for example because it is already in a bucket, are left out.
+        Parameters without a gradient, for example because it is already in a bucket, are omitted.
         """
         own: dict[nn.Parameter, torch.Tensor | None] = {}
         with torch.enable_grad(), self.precision():
             if isinstance(self.mlp, NormMLP) and isinstance(self.mlp.down, RowParallelLinear):
-                # the gradients of the down product need only its input, so do not recompute it
+                # gradients of the down product need only its input, so do not recompute its output
                 out = self.mlp.wide(tile[0], keep)
                 grad, own = self.mlp.down.gradients(out.detach(), grad)
             else:
@@ -222,9 +225,10 @@ class TiledMLP(nn.Module):
 def _told_once(parameters: Sequence[nn.Parameter]) -> Iterator[Callable[[nn.Parameter], bool]]:
     """Suppress gradient-ready callbacks until the last tile.
 
-    Otherwise a bucket would treat the first tile's gradient as final. Yield a function that returns
-    whether a layer has added a parameter's gradient to its bucket. If such a layer also returned a
-    placeholder to autograd, autograd's hook notifies the bucket; otherwise this context does.
+    Otherwise, a bucket would treat the first tile's gradient as final. Yield a function that
+    returns whether a layer has added a parameter's gradient to its bucket. If that layer has also
+    returned a placeholder to autograd, autograd's hook notifies the bucket; otherwise, this context
+    does.
     """
     tellers = {p: p.gradient_added for p in parameters if hasattr(p, "gradient_added")}
     signed: set[nn.Parameter] = set()  # parameters with a placeholder
@@ -234,7 +238,7 @@ def _told_once(parameters: Sequence[nn.Parameter]) -> Iterator[Callable[[nn.Para
             signed.add(parameter)
         return parameter in signed
 
-    # replace the callbacks that the buckets have attached to the parameters
+    # replace the callbacks that buckets have attached to the parameters
     for parameter in tellers:
         parameter.gradient_added = lambda parameter: None
     try:

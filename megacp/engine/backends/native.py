@@ -1,7 +1,4 @@
-"""The native backend: megacp's layers in plain torch, for CPU and CUDA.
-
-All of it also runs on a laptop.
-"""
+"""The native backend: megacp's layers in plain torch, which run on CUDA and on any CPU."""
 
 from __future__ import annotations
 
@@ -47,9 +44,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 
 @dataclass(frozen=True)
 class NormSpec:
-    """A norm over the last dimension, of width `size`.
+    """Description of a norm over the last dimension, whose width is `size`.
 
-    Its tensors are `{name}.weight` and, for a LayerNorm, `{name}.bias`.
+    The norm's tensors are `{name}.weight` and, for a LayerNorm, `{name}.bias`.
     """
 
     name: str
@@ -66,10 +63,10 @@ class NormSpec:
 
 
 class RMSNorm(nn.Module):
-    """RMSNorm with a weight that is replicated over tp.
+    """RMSNorm whose weight is replicated over tp.
 
-    `partial` is `partial_over_tp` of `parameter_spec`. With `init` "zeros", the norm multiplies by
-    1 + weight.
+    `partial` is passed to `parameter_spec` as `partial_over_tp`. If `init` is "zeros", the norm
+    multiplies by 1 + weight.
     """
 
     def __init__(
@@ -82,15 +79,15 @@ class RMSNorm(nn.Module):
         self.weight = options.parameter(parameter_spec([weight], options, partial_over_tp=partial))
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
-        """Normalise `x[..., size]`; `gate` has the same shape."""
+        """Return the normalised `x[..., size]`; `gate` has the same shape."""
         if gate is not None:
             return gated_norm(x, gate, self.weight, self.epsilon)
         return rms_norm(x, self.weight, self.epsilon, self.zero_centered)
 
 
 def layer_norm(norm: NormSpec, options: LinearOptions) -> nn.Module:
-    """Return a LayerNorm over the last dimension; its weight and bias are replicated over tp."""
-    # without its own parameters; those with specs are attached below
+    """Return a LayerNorm over the last dimension, whose parameters are replicated over tp."""
+    # create no parameters here, because parameters with specs are attached below
     layer = nn.LayerNorm(norm.size, norm.epsilon, elementwise_affine=False)
     tensors = layer_norm_tensors(norm.name, norm.size)
     layer.weight, layer.bias = (
@@ -104,35 +101,35 @@ class ExpertBalance:
     """Settings of expert load balancing."""
 
     document: float
-    """Coefficient of the load-balancing loss per document (`--moe-aux-loss-coeff`)."""
+    """Coefficient of the per-document load-balancing loss (`--moe-aux-loss-coeff`)."""
     z: float
     """Coefficient of the z-loss, the squared logsumexp of scores (`--moe-z-loss-coeff`)."""
     axes: tuple[Axis, Axis]
-    """Axes over which the tokens of a row are counted: tp, and the ranks of the row."""
+    """Axes over which a row's token counts are summed: tp, and the ranks that share the row."""
 
 
 VisionPart = Literal["vision", "connector"]
 AdamWEngine = Callable[[list[dict[str, Any]], tuple[float, float], float], torch.optim.Optimizer]
 """Function from `(groups, betas, epsilon)` to an AdamW optimizer.
 
-Groups have 1-D `params` and a `weight_decay`. The state of a parameter has the moments `exp_avg`
-and `exp_avg_sq`. torch counts updates in the state, Transformer Engine in the group.
+Groups have 1-D `params` and a `weight_decay`. A parameter's state contains the moments `exp_avg`
+and `exp_avg_sq`. torch stores the number of updates in the state, Transformer Engine in the group.
 """
 
 
 class NativeBackend:
     """Factories for layers, core attention and the vocabulary, for one rank of a grid.
 
-    Global sizes are divided by tp. Models use only this interface. Parameter names and specs are
-    the same for every backend, so a checkpoint works with all of them. A norm and the following
-    linear are built by one call, so a backend may fuse them.
+    Arguments are global sizes, which the factories divide by tp. Models use only this interface.
+    Parameter names and specs are the same for every backend, so checkpoints do not depend on it. A
+    single call builds a norm and the following linear layer, so a backend may fuse them.
     """
 
     name = "native"
     token_multiple = 1
-    """The number of tokens of a tp rank must be a multiple of this."""
+    """Required divisor of the number of tokens on a tp rank."""
     adamw: AdamWEngine | None = None
-    """Fused AdamW of this backend; with None the optimizer chooses one."""
+    """This backend's fused AdamW; None for torch's."""
 
     def __init__(
         self, grid: ProcessGrid, config: RunConfig, weight_gradients: WeightGradients | None = None
@@ -141,7 +138,7 @@ class NativeBackend:
         parallel = config.parallel
         training = config.training
         self.tp = grid.tp
-        # a dense model has no expert ranks, whatever the grid looks like
+        # a dense model has no expert ranks, regardless of the grid
         self.ep = grid.ep if model.num_experts > 0 else single_axis("ep")
         self.notes = Notes()
         self.options = LinearOptions(
@@ -152,7 +149,7 @@ class NativeBackend:
             "text" not in config.frozen_parts,
             weight_gradients=weight_gradients,
         )
-        # settings of layers; towers replace some of them
+        # settings for layers, some of which towers replace
         self.activation = model.mlp_activation
         self.norm_init = "zeros" if model.apply_layernorm_1p else "ones"
         self.lora = LoraSpec(model.lora_pairs, model.lora_dropout) if model.lora_pairs else None
@@ -172,7 +169,7 @@ class NativeBackend:
         )
         self.local_transport = select_transport(name, kernel, single_axis("one"), grid.device)
         """Transport for tokens that stay on one rank, such as patches."""
-        # each tp rank has some of the heads and of the query groups
+        # tp ranks share the heads and the query groups
         heads = model.num_attention_heads // grid.tp.size
         groups = model.query_groups // grid.tp.size
         self.heads = Heads(heads, groups, model.head_dim)
@@ -190,40 +187,40 @@ class NativeBackend:
 
     @property
     def sequence_parallel(self) -> bool:
-        """Whether tp ranks have different tokens between two tensor-parallel layers."""
+        """Whether tp ranks have different tokens between tensor-parallel layers."""
         return self.options.sequence_parallel
 
     @property
     def deferred(self) -> DeferredWeightGradients | None:
-        """Receiver of the deferred weight gradients; None if they are not deferred."""
+        """Receiver of deferred weight gradients; None if they are not deferred."""
         # the receiver may also add gradients immediately (--gradient-accumulation-fusion)
         gradients = self.options.weight_gradients
         return gradients if isinstance(gradients, DeferredWeightGradients) else None
 
     def column_linear(self, linear: LinearSpec) -> nn.Module:
-        """Return a module `x[t/tp, h] -> y[t, f/tp]`; each tensor is sharded by rows."""
+        """Return a linear layer `x[t/tp, h] -> y[t, f/tp]`, whose tensors are sharded by rows."""
         layer = ColumnParallelLinear(linear, self.options)
-        # with LoRA, wrap the frozen linear together with its pairs
+        # with LoRA, wrap the frozen layer together with its pairs
         return adapted(layer, linear, ColumnPairs, self.lora, self.options)
 
     def row_linear(self, linear: LinearSpec) -> nn.Module:
-        """Return a module `x[t, f/tp] -> y[t/tp, h]`; its tensor is sharded by columns."""
+        """Return a linear layer `x[t, f/tp] -> y[t/tp, h]`, whose tensor is sharded by columns."""
         layer = RowParallelLinear(linear, self.options)
-        # as above, with the pair of a row-parallel linear
+        # as above, for a row-parallel layer
         return adapted(layer, linear, RowPair, self.lora, self.options)
 
     def norm_column_linear(self, norm: NormSpec | None, linear: LinearSpec) -> nn.Module:
-        """Return a norm (unless `norm` is None) and a column linear as one module.
+        """Return a module that applies a norm (unless `norm` is None) and a column-parallel layer.
 
         The module maps `(x[t/tp, h], save)` to `y[t, f/tp]`.
         """
         return NormLinear(None if norm is None else self.norm(norm), self.column_linear(linear))
 
     def norm_mlp(self, norm: NormSpec | None, gate_up: LinearSpec, down: LinearSpec) -> nn.Module:
-        """Return norm (unless None), column linear, gated activation and row linear as one module.
+        """Return a gated MLP, with a norm before it unless `norm` is None, as one module.
 
-        The module maps `(x[t/tp, h], save)` to `[t/tp, h]`. Both linears must have a bias, or
-        neither.
+        The module maps `(x[t/tp, h], save)` to `[t/tp, h]`. Either both linear layers have a bias,
+        or neither has one.
         """
         first = None if norm is None else self.norm(norm)
         activation = ACTIVATIONS[self.activation]
@@ -231,31 +228,31 @@ class NativeBackend:
         return self.tiled(mlp)
 
     def tiled(self, mlp: nn.Module) -> nn.Module:
-        """Return `mlp` with tiling over tokens if `--mlp-chunk-tokens` is set, else `mlp`."""
+        """Return `mlp`, tiled over tokens if --mlp-chunk-tokens is set."""
         return TiledMLP(mlp, self.tile_rows, self.precision) if self.tile_rows else mlp
 
     def norm(self, norm: NormSpec, *, over_heads: bool = False) -> nn.Module:
         """Return an RMSNorm over the last dimension.
 
-        Use `over_heads` if tp ranks apply it to different heads of the same tokens.
+        Set `over_heads` if tp ranks apply it to different heads of the same tokens.
         """
-        # None: the gradient is partial over tp only with sequence parallelism
+        # None: the gradient must be summed over tp only with sequence parallelism
         partial = True if over_heads else None
         return RMSNorm(norm, partial, self.options, self.norm_init)
 
     def column_norm(self, norm: NormSpec) -> nn.Module:
-        """Return an RMSNorm for the output `y[t, f/tp]` of a column linear, over all tp ranks."""
+        """Return an RMSNorm over the columns of all tp ranks, for outputs `y[t, f/tp]`."""
         return ColumnNorm(norm.weight(self.norm_init, "rows"), norm.epsilon, self.options)
 
     def parameter(self, tensor: Tensor) -> nn.Parameter:
-        """Return a parameter for a single tensor."""
+        """Return an uninitialised parameter for a single tensor."""
         return self.options.parameter(parameter_spec([tensor], self.options))
 
     def tower(self, name: VisionPart) -> NativeBackend:
-        """Return the same factories for another tower.
+        """Return a copy of this backend for another tower.
 
-        A tower has no sequence parallelism, so its inputs and outputs are replicated over tp. The
-        config determines its learning rate and whether it is frozen.
+        Towers do not use sequence parallelism, so their inputs and outputs are replicated over tp.
+        The config determines a tower's learning rate and whether it is frozen.
         """
         multipliers = {
             "vision": self.vision.vision_lr_multiplier,
@@ -265,7 +262,7 @@ class NativeBackend:
         other = copy.copy(self)
         other.lora = None  # LoRA is only for the decoder
         sink = self.options.weight_gradients
-        # towers are on the first stage, whose gradients no other stage waits for: do not defer them
+        # do not defer gradients: towers are on the first stage, which no other stage waits for
         at_once_sink = sink and sink.at_once()
         other.options = dataclasses.replace(
             self.options,
@@ -277,7 +274,7 @@ class NativeBackend:
         return other
 
     def vocabulary(self, table: TableSpec) -> VocabularyTable:
-        """Return the embedding or head table."""
+        """Return the module for an embedding or head table."""
         return VocabularyTable(table, VOCABULARY_MULTIPLE, self.options)
 
     def attention(
@@ -290,29 +287,32 @@ class NativeBackend:
         sinks: torch.Tensor | None = None,
         call: Caller = at_once,
     ) -> torch.Tensor:
-        """Return the core attention `[t, heads/tp, d]`.
+        """Return the output of core attention, `[t, heads/tp, d]`.
 
         The inputs are `q[t, heads/tp, d]`, `k, v[t, groups/tp, d]` and `sinks[heads/tp]`.
         """
         return self.transport.attend(q, k, v, plan, scale, sinks, call)
 
     def states(self, rule: Rule) -> StateTransport:
-        """Return the transport of a layer's recurrent states between the ranks of a row."""
+        """Return the transport of a layer's recurrent states between ranks that share a row."""
         return self.recurrent.transport(rule, self.notes)
 
     def prepare(self, plan: AttentionPlan) -> None:
         """Precompute the host data that `attention` needs for a plan.
 
-        The threads of the data loader call it.
+        Data loader threads call this method.
         """
         self.transport.prepare(plan, self.heads)
 
     def prepare_states(self, plan: AttentionPlan) -> None:
-        """Precompute the host data that recurrent layers need for a plan, in loader threads."""
+        """Precompute the host data that recurrent layers need for a plan.
+
+        Data loader threads call this method.
+        """
         self.recurrent.prepare(plan)
 
     def precision(self) -> AbstractContextManager[Any]:
-        """Return the context for a block's forward, including its recomputation in backward."""
+        """Return the context for a block's forward pass and for its recomputation."""
         return contextlib.nullcontext()
 
     def tell(self, line: str) -> None:
@@ -320,5 +320,5 @@ class NativeBackend:
         self.notes.tell(line)
 
     def warnings(self) -> list[str]:
-        """Return log lines about the chosen layers and the reasons, each line once."""
+        """Return new log lines about the chosen layers and the reasons, without duplicates."""
         return self.notes.take()

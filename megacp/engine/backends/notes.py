@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class Notes:
-    """Log lines without duplicates; a backend shares them with its copies for towers."""
+    """Log lines without duplicates. A backend shares this object with its copies for towers."""
 
     def __init__(self) -> None:
         self._known: set[str] = set()

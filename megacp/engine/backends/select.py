@@ -1,4 +1,4 @@
-"""Choice of the backend of a run, made once before any layer is built.
+"""Choice of a run's backend, which is made once, before any layer is built.
 
 If a requested backend or kernel cannot run, an error lists all reasons before any process group
 exists.
@@ -29,7 +29,7 @@ from megacp.engine.tensor_parallel.weight_gradients import (
 def engine_reasons(config: RunConfig, device_type: str | None) -> list[str]:
     """Return the reasons why Transformer Engine cannot run this config on a type of device.
 
-    With None as the device type, check only the config.
+    If the device type is None, check only the config.
     """
     if device_type is None:
         return list(layer_reasons(config))
@@ -43,7 +43,7 @@ def engine_reasons(config: RunConfig, device_type: str | None) -> list[str]:
 def backend_problems(config: RunConfig, device_type: str | None) -> list[str]:
     """Return the reasons why the requested kernel and layers cannot run on a type of device.
 
-    With None as the device type, check only the config.
+    If the device type is None, check only the config.
     """
     training = config.training
     wanted = needed_by(config)
@@ -52,13 +52,13 @@ def backend_problems(config: RunConfig, device_type: str | None) -> list[str]:
         unusable = kernel_problem(training.attention_kernel, device_type, training.dtype)
         if unusable:
             problems.append(f"--attention-kernel and --dtype: {unusable}")
-    # on CUDA, elementwise operations are compiled by torch.compile
+    # on CUDA, torch.compile compiles elementwise operations
     if device_type == "cuda":
         no_compiler = compiler_problem()
         if no_compiler:
             problems.append(no_compiler)
     if training.transformer_impl == "native":
-        asked = "needs --transformer-impl transformer_engine or auto, this run has native"
+        asked = "needs --transformer-impl transformer_engine or auto, but this run uses native"
         problems += [f"{name} {asked}" for name in wanted]
     elif wanted:
         problems += _refused(wanted, engine_reasons(config, device_type))
@@ -66,23 +66,23 @@ def backend_problems(config: RunConfig, device_type: str | None) -> list[str]:
 
 
 def _refused(wanted: list[str], reasons: list[str]) -> list[str]:
-    """Return one message per reason, each with the settings that need Transformer Engine."""
+    """Return one message per reason, each with the flags that require Transformer Engine."""
     return [f"{' and '.join(wanted)}: {reason}" for reason in reasons]
 
 
 def select_backend(config: RunConfig, grid: ProcessGrid) -> NativeBackend:
     """Return the backend for a checked config on this grid.
 
-    Raise ValueError with all reasons if the config needs Transformer Engine but it cannot run.
+    Raise ValueError with all reasons if the config requires Transformer Engine and it cannot run.
     """
     wanted = needed_by(config)
-    # on a CPU, use native layers without asking about Transformer Engine
+    # on a CPU, use native layers without looking for Transformer Engine
     if config.training.transformer_impl == "native" or not (wanted or grid.device.type == "cuda"):
         return NativeBackend(grid, config, _weight_gradients(config, grid))
     reasons = engine_reasons(config, grid.device.type)
     if not reasons:
         return TransformerEngineBackend(grid, config)
-    # a run that needs Transformer Engine must not silently use native layers
+    # a run that requires Transformer Engine must not silently use native layers
     if wanted:
         lines = [f"  - {problem}" for problem in _refused(wanted, reasons)]
         raise ValueError("\n".join(["this configuration cannot run:", *lines]))
@@ -92,14 +92,14 @@ def select_backend(config: RunConfig, grid: ProcessGrid) -> NativeBackend:
 
 
 def _weight_gradients(config: RunConfig, grid: ProcessGrid) -> WeightGradients | None:
-    """Return the receiver of native linears' weight gradients; None leaves them to autograd."""
+    """Return the receiver of native layers' weight gradients; None if autograd computes them."""
     asked = config.parallel.defers_weight_gradients
     if not (asked or config.training.gradient_accumulation_fusion):
         return None
-    # a stage without deferred gradients uses the schedule but adds gradients immediately
+    # with this schedule, stages that need not defer gradients add them immediately
     later = asked and defers(grid.pp.rank, config.parallel.num_virtual_stages_per_pipeline_rank)
     add = None
-    # apex's kernel is for 16-bit factors
+    # apex's kernel expects 16-bit factors
     if grid.device.type == "cuda" and config.training.dtype == "bfloat16":
         add = weight_gradient_kernel()
     add = add or add_weight_gradient

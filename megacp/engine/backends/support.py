@@ -1,8 +1,8 @@
-"""The limits of Transformer Engine: reasons why it cannot run the layers or the attention of a run.
+"""Transformer Engine's limits: reasons why it cannot run the layers or the attention of a run.
 
 Each function yields all reasons that apply, in terms of megacp's flags, so an error or a log line
-lists them together. Nothing here imports the package. Its assertions would report one problem at a
-time and refer to its internals.
+can list them together. The package's own assertions would report only one problem at a time and
+refer to its internals. Nothing here imports the package.
 """
 
 from __future__ import annotations
@@ -15,45 +15,46 @@ from megacp.engine.config.run import RunConfig
 from megacp.engine.layers.attention import heads_group, transport_of
 
 FP8_MULTIPLES = {"off": 1, "delayed": 16, "current": 16, "blockwise": 128}
-"""Required divisor of both sides of every 8-bit product, including tokens, by `--fp8` value.
+"""Required divisor of all dimensions of 8-bit products, including tokens, by `--fp8` value.
 
-With other widths, `blockwise` would gather and multiply in 16 bits.
+With other sizes, `blockwise` would gather and multiply in 16 bits.
 """
 
 
 def attention_reasons(config: RunConfig) -> Iterator[str]:
-    """Yield the reasons why a run on Transformer Engine's layers cannot use its attention.
+    """Yield reasons why a run with Transformer Engine's layers cannot use its attention.
 
-    Transformer Engine's selector does not check these. `transformer_engine.selector_problem` asks
-    the selector about everything else, including the GPU.
+    Transformer Engine's kernel selector does not check these conditions. It checks everything else,
+    including the GPU; see `transformer_engine.selector_problem`.
     """
     p = config.parallel
     m = config.model
     if m.head_dim > WIDEST_HEAD:
         yield (
-            f"cuDNN computes wrong gradients for heads wider than {WIDEST_HEAD}, and this model's "
+            f"cuDNN computes wrong gradients for heads wider than {WIDEST_HEAD}, but this model's "
             f"heads have width {m.head_dim}"
         )
     if m.softmax_type != "vanilla":
-        yield f"--softmax-type {m.softmax_type} is only supported by native attention"
-    # everything below is about context parallelism
+        yield f"only native attention supports --softmax-type {m.softmax_type}"
+    # the remaining conditions are about context parallelism
     if p.context_parallel_size == 1 and not p.dynamic_context_parallel:
         return
     # `auto` may choose a transport that only native attention has
     if transport_of(config).engine is None or p.chooses_transport:
         known = ", ".join(row.name for row in TRANSPORTS.values() if row.engine is not None)
         yield (
-            f"--cp-comm-type {p.cp_comm_type} is only supported by native layers; Transformer "
-            f"Engine supports {known}"
+            f"only native attention supports --cp-comm-type {p.cp_comm_type}; Transformer Engine "
+            f"supports {known}"
         )
-    # all-to-all transports distribute the heads of a tensor rank over this number of cp ranks
+    # all-to-all transports distribute the heads of a tp rank across this number of cp ranks
     dealt_over = heads_group(config)
     heads = m.num_attention_heads // p.tensor_model_parallel_size
     groups = m.query_groups // p.tensor_model_parallel_size
     if heads % dealt_over or groups % dealt_over:
         yield (
-            f"--cp-comm-type {p.cp_comm_type} deals heads over {dealt_over} ranks, but a tensor "
-            f"rank has {heads} heads and {groups} groups; both must be multiples of {dealt_over}"
+            f"--cp-comm-type {p.cp_comm_type} distributes heads across {dealt_over} ranks, but a "
+            f"tp rank has {heads} heads and {groups} query groups; both must be multiples of "
+            f"{dealt_over}"
         )
 
 
@@ -63,10 +64,10 @@ def layer_reasons(
     package: str | None = None,
     eight_bits: str | None = None,
 ) -> Iterator[str]:
-    """Yield the reasons why a run cannot use Transformer Engine's layers on a type of device.
+    """Yield reasons why a run cannot use Transformer Engine's layers on a type of device.
 
     `package` is the reason why the package cannot be imported, and `eight_bits` the reason why the
-    GPU does not support `--fp8`; pass None without such a problem.
+    GPU does not support `--fp8`; None means that there is no problem.
     """
     t = config.training
     tp = config.parallel.tensor_model_parallel_size
@@ -76,7 +77,7 @@ def layer_reasons(
         yield package
     if eight_bits is not None:
         yield f"--fp8 {t.fp8}: {eight_bits}"
-    # zero_bubble stores the factors of weight gradients, which only native linears expose
+    # zero_bubble stores the factors of weight gradients, which only native layers provide
     if config.parallel.defers_weight_gradients:
         schedule = config.parallel.pipeline_schedule
         yield (
@@ -94,16 +95,16 @@ def layer_reasons(
             twice.append(f"--mlp-chunk-tokens {t.mlp_chunk_tokens}")
     for name in twice:
         yield (
-            f"--fp8 delayed changes its scales between forward and backward, so {name} would "
-            "recompute different values: use --fp8 current or blockwise"
+            f"--fp8 delayed changes its scales between the forward and the backward pass, so "
+            f"{name} would recompute different values: use --fp8 current or blockwise"
         )
     multiple = FP8_MULTIPLES[t.fp8]
-    # under sequence parallelism, each tp rank has a part of a tile
+    # with sequence parallelism, each tp rank has a part of a tile
     sharers = tp if config.parallel.sequence_parallel else 1
     if t.mlp_chunk_tokens % (multiple * sharers) > 0 and t.fp8 != "off":
         yield (
             f"--fp8 {t.fp8} needs --mlp-chunk-tokens to be a multiple of {multiple * sharers} "
-            f"({multiple} on each of {sharers} tp ranks), got {t.mlp_chunk_tokens}"
+            f"({multiple} on each of {sharers} tp ranks), but it is {t.mlp_chunk_tokens}"
         )
     # local widths of the products in attention and MLP
     m = config.model
@@ -122,10 +123,10 @@ def layer_reasons(
 
 
 def needed_by(config: RunConfig) -> list[str]:
-    """Return the settings of a run that need Transformer Engine."""
+    """Return the flags of a run that require Transformer Engine."""
     training = config.training
     names = []
-    # "auto" does not need it: such a run falls back to native layers
+    # "auto" does not require it, because the run can fall back to native layers
     if training.transformer_impl == "transformer_engine":
         names.append("--transformer-impl transformer_engine")
     if training.fp8 != "off":

@@ -1,9 +1,9 @@
 """Conversion of a row of packed documents to Transformer Engine's packed format (thd).
 
-The format needs cumulative lengths, with and without padding, and a certain order of tokens. It
-pads each sequence to a multiple of 2 cp and splits every sequence separately: rank r has the slices
-r and 2 cp - 1 - r of each sequence. Whether a row has this order follows from the plan, which is
-the same on every rank. If it does not, the functions return the reason.
+The format requires cumulative lengths, with and without padding, and a certain order of tokens. It
+pads each sequence to a multiple of 2 cp and splits every sequence separately: rank r has slices r
+and 2 cp - 1 - r of each sequence. The plan, which is the same on every rank, determines whether a
+row has this order. If not, the functions return the reason.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from megacp.distributed.grid import Axis, split_axis
 
 @dataclass(frozen=True)
 class Sequences:
-    """Sequences of a row, with lengths int32 `true[n]` and `padded[n]`.
+    """Sequences of a row.
 
-    Sequence i occupies `padded[i]` places of the row.
+    The int32 lengths are `true[n]` without padding and `padded[n]` with padding. Sequence i
+    occupies `padded[i]` places of the row.
     """
 
     true: np.ndarray
@@ -61,9 +62,9 @@ class Sequences:
         return np.stack([np.concatenate(parts) for parts in ranks])
 
     def tokens(self, first: np.ndarray) -> np.ndarray:
-        """Return the row index of the token at each place, -1 for padding.
+        """Return the row index of the token at each place; -1 for padding.
 
-        The tokens of sequence i begin at `first[i]`.
+        The tokens of sequence i begin at row index `first[i]`.
         """
         # position of each place within its sequence
         inside = np.arange(self.cu_padded[-1]) - np.repeat(self.cu_padded[:-1], self.padded)
@@ -72,7 +73,7 @@ class Sequences:
 
 
 def mask_reason(metadata: Metadata, reach: Reach) -> str | None:
-    """Return why Transformer Engine does not support a row's mask; None for causal documents."""
+    """Return why Transformer Engine does not support a row's mask; None if it does."""
     start, stop = document_bounds(metadata)
     found = []
     if metadata.span[metadata.leave > 0].any():
@@ -88,15 +89,15 @@ def mask_reason(metadata: Metadata, reach: Reach) -> str | None:
 
 
 def _per_document(metadata: Metadata, cp: int) -> tuple[Sequences, np.ndarray]:
-    """Pad each document separately; the rest of the row is one sequence without tokens.
+    """Return one separately padded sequence per document, and the row index of its first token.
 
-    Return the sequences and the row index of the first token of each.
+    The rest of the row is a sequence without tokens.
     """
     start, stop = document_bounds(metadata)
     true = stop - start
     padded = -(-true // (2 * cp)) * 2 * cp  # [documents], rounded up to a multiple of 2 cp
     rest = len(metadata) - int(padded.sum())
-    if rest > 0:  # a negative rest means that the row was padded for another layout
+    if rest > 0:  # if it is negative, the row was padded for another layout
         start = np.append(start, 0)
         true = np.append(true, 0)
         padded = np.append(padded, rest)
@@ -104,14 +105,14 @@ def _per_document(metadata: Metadata, cp: int) -> tuple[Sequences, np.ndarray]:
 
 
 def _whole_row(metadata: Metadata, cp: int) -> tuple[Sequences, np.ndarray]:
-    """Use one sequence for the row, whose tokens must be at its beginning."""
+    """Return a single sequence for the row, whose tokens must precede all padding."""
     true = int((metadata.leave > 0).sum())
     sequences = Sequences(np.array([true], np.int32), np.array([len(metadata)], np.int32))
     return sequences, np.zeros(1, np.int64)
 
 
 def _as_it_stands(metadata: Metadata, cp: int) -> tuple[Sequences, np.ndarray]:
-    """On one rank, use a sequence for each document together with the padding that follows it.
+    """Return one sequence per document, including the padding after it; only for one rank.
 
     Padding before the first document is a sequence without tokens.
     """
@@ -127,7 +128,7 @@ def _as_it_stands(metadata: Metadata, cp: int) -> tuple[Sequences, np.ndarray]:
 
 @once
 def thd_sequences(plan: AttentionPlan) -> Sequences | str:
-    """Return the row as Transformer Engine's sequences, or the reason why that is impossible.
+    """Return the row as sequences for Transformer Engine, or the reason why that is impossible.
 
     All ranks of the group get the same result.
     """
@@ -138,8 +139,8 @@ def thd_sequences(plan: AttentionPlan) -> Sequences | str:
         return reason
     start, _ = document_bounds(metadata)
     if not len(start):
-        return "the row has only padding"
-    # try the possible divisions into sequences
+        return "the row contains only padding"
+    # try the possible ways to divide the row into sequences
     if cp == 1:
         ways = [_as_it_stands]
     else:
@@ -158,16 +159,16 @@ def thd_sequences(plan: AttentionPlan) -> Sequences | str:
         if np.array_equal(held, expected):
             return sequences
     return (
-        "the tokens are not in the order that Transformer Engine expects, a zigzag over each "
-        "document (--cp-layout zigzag_document)"
+        "the tokens are not in the order that Transformer Engine expects, which is a zigzag within "
+        "each document (--cp-layout zigzag_document)"
     )
 
 
 @once
 def _bounds_on(sequences: Sequences, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the cumulative lengths of the row without and with padding, on the device.
+    """Return the row's cumulative lengths without and with padding, on the device.
 
-    If they are equal, both are the same tensor: Transformer Engine checks for identity.
+    If they are equal, return the same tensor twice, because Transformer Engine checks for identity.
     """
     padded = to_device(sequences.cu_padded, device)
     equal = (sequences.true == sequences.padded).all()
@@ -176,19 +177,19 @@ def _bounds_on(sequences: Sequences, device: torch.device) -> tuple[torch.Tensor
 
 @once
 def _padding_on(plan: AttentionPlan, device: torch.device) -> torch.Tensor | None:
-    """Return the indices of this rank's padding rows on the device; None without padding."""
-    # computed on the host, so the device need not wait for the result
+    """Return the indices of this rank's padding rows, on the device; None without padding."""
+    # computed on the host, so that the host need not wait for the device
     rows = np.flatnonzero(plan.metadata.leave[plan.local] == 0)
     return to_device(rows, device) if len(rows) else None
 
 
 def window_of(tokens: int) -> tuple[int, int]:
-    """Return Transformer Engine's (left, right) extent of a window; 0 tokens disable the window."""
+    """Return a window's (left, right) extent for Transformer Engine; 0 tokens mean no window."""
     return tokens - 1, 0
 
 
 class PackedAttention:
-    """Transformer Engine's attention for all layers; `scale` multiplies the scores.
+    """Transformer Engine's attention for all layers, with scores multiplied by `scale`.
 
     `comm_type` and `inner` (number of ranks in the all-to-all of a2a+p2p) only matter for two or
     more ranks. With a2a+p2p, construction is collective because it creates process groups.
@@ -206,18 +207,18 @@ class PackedAttention:
         self.attention = attention
         self.scale = scale
         self.least_sequence = 2 * cp.size if cp.size > 1 else 1
-        """Minimum number of places of a sequence; the number is always a multiple of it."""
+        """Minimum padded length of a sequence; all padded lengths are multiples of it."""
         self.cp: dict[str, Any] = {"context_parallel": cp.size > 1, "cp_size": cp.size}
-        """Arguments of the kernel selector about context parallelism."""
+        """Arguments about context parallelism for the kernel selector."""
         row = TRANSPORTS[comm_type]
         engine = row.engine
         assert engine is not None, f"Transformer Engine has no transport for {comm_type}"
         self.windows = cp.size == 1 or engine.windows
-        """Whether rows may have a sliding window."""
+        """Whether layers may have a sliding window."""
         self.keeps = cp.size == 1 or engine.saves_own_tokens
-        """Whether the tensors saved for backward cover only this rank's tokens.
+        """Whether the tensors saved for the backward pass cover only this rank's tokens.
 
-        Under a2a they are heads of all tokens, which are larger than the result.
+        With a2a, they cover some heads of all tokens, which are larger than the result.
         """
         if cp.size == 1:
             return
@@ -225,7 +226,8 @@ class PackedAttention:
         name = engine.name
         heads_over = 1  # number of ranks that share the heads
         if row.needs_sizes:
-            # a2a+p2p: all-to-all inside, ring between; a group of one rank needs another name
+            # a2a+p2p: all-to-all within groups, a ring between them; groups of one rank need
+            # another name
             inside, between = split_axis(cp, inner)
             if inside.group is None:
                 name = engine.groups_of_one
@@ -235,7 +237,7 @@ class PackedAttention:
                 groups = [inside.group, between.group]
                 heads_over = inner
         self.cp |= {"cp_comm_type": name, "cp_size_a2a": heads_over}
-        # set the ranks and the method for the exchange of keys and values
+        # set the ranks and the transport for keys and values
         self.attention.set_context_parallel_group(
             cp_group=groups,
             cp_global_ranks=list(cp.global_ranks),
@@ -244,14 +246,14 @@ class PackedAttention:
         )
 
     def sequences(self, plan: AttentionPlan) -> Sequences | str:
-        """Return `thd_sequences` of a plan, or the reason why its window is not supported."""
+        """Return `thd_sequences` for a plan, or the reason why its window is not supported."""
         if plan.reach.window and not self.windows:
             able = []
             for row in TRANSPORTS.values():
                 if row.engine is not None and row.engine.windows:
                     able.append(row.name)
             return (
-                f"Transformer Engine has no sliding window under {self.cp['cp_comm_type']}: "
+                f"Transformer Engine has no sliding window with {self.cp['cp_comm_type']}: "
                 f"use --cp-comm-type {' or '.join(able)}"
             )
         return thd_sequences(plan)
@@ -265,16 +267,16 @@ class PackedAttention:
         sequences: Sequences,
         call: Caller = at_once,
     ) -> torch.Tensor:
-        """Return the attention `[t, heads, d]` of this rank's `q[t, heads, d]`.
+        """Return the attention output `[t, heads, d]` for this rank's `q[t, heads, d]`.
 
-        `k` and `v` are `[t, groups, d]`. Padding rows are 0 in forward and in backward.
+        `k` and `v` are `[t, groups, d]`. Padding rows of outputs and gradients are 0.
         """
         # copies to the device are cached, so all layers of a row share them
         lengths, places = _bounds_on(sequences, q.device)
         longest = int(sequences.padded.max())
         empty = _padding_on(plan, q.device)
         if empty is not None:
-            # cuDNN may leave NaN there, and 0 x NaN would spread to every weight gradient
+            # cuDNN may leave NaN in padding, and 0 x NaN would spread to every weight gradient
             q, k, v = (x.index_fill(0, empty, 0.0) for x in (q, k, v))
         # self-attention: queries and keys have the same lengths
         attention = functools.partial(
@@ -289,7 +291,7 @@ class PackedAttention:
             attn_mask_type="padding_causal",
             window_size=window_of(plan.reach.window),
         )
-        # under a2a, the saved tensors are too large to keep across a recomputation
+        # with a2a, the saved tensors are too large to keep during recomputation
         call = call if self.keeps else at_once
         out = call(lambda q, k, v: attention(query_layer=q, key_layer=k, value_layer=v), q, k, v)
         out = out.view(q.shape)  # [t, heads * d] -> [t, heads, d]

@@ -1,17 +1,16 @@
-"""The Transformer Engine backend: NVIDIA's fused norms and linears, its attention, and FP8.
+"""The Transformer Engine backend: NVIDIA's fused norms and linear layers, its attention, and FP8.
 
-Parameters have the same specs as native ones, so optimizer and checkpoints are independent of the
-backend. Vocabulary tables, LayerNorm and norms over the heads of several ranks stay native. Vision
-towers do not use FP8. A row whose mask or token order Transformer Engine's attention does not
-support uses megacp's transports, and one log line gives the reason.
+Parameters have the same specs as in the native backend, so optimizer and checkpoints do not depend
+on the backend. Vocabulary tables, LayerNorm and norms over the heads of several ranks are native.
+Vision towers do not use FP8. If Transformer Engine's attention does not support a row's mask or
+token order, the row uses megacp's transports, and a log line reports the reason.
 
-Under selective recomputation and with LoRA, norms and linears are separate modules. The fused
-modules store the outputs of norm and SwiGLU, and a recomputation or a LoRA pair must come between
-two of their steps.
+With selective recomputation or LoRA, norms and linear layers are separate modules, because
+recomputation or a LoRA pair must come between two operations that the fused modules combine.
 
 Only this file and attention/ops/cudnn.py import transformer_engine, inside functions. Arguments are
-passed by keyword, because releases insert new parameters in the middle. Tests bind every call to
-the real signatures.
+passed by keyword, because releases insert new parameters between existing ones. Tests bind every
+call to the real signatures.
 """
 
 from __future__ import annotations
@@ -42,17 +41,17 @@ from megacp.engine.tensor_parallel.parameters import LinearOptions, parameter_sp
 from megacp.engine.tensor_parallel.weight_gradients import WeightGradients
 
 SETTINGS = {"NVTE_FLASH_ATTN": "0", "NVTE_UNFUSED_ATTN": "0", "NVTE_BATCH_MHA_P2P_COMM": "1"}
-"""Environment variables, to be set before the package is imported.
+"""Environment variables to set before the package is imported.
 
 With the first two, unsupported attention raises an error instead of using a kernel other than
-cuDNN's. With the third, the ring uses the communicator of the group instead of one per pair.
+cuDNN's. With the third, the ring uses the group's communicator instead of one per pair of ranks.
 """
 
 
 def package_problem() -> str | None:
-    """Return why Transformer Engine cannot be used in this environment, or None if it can.
+    """Return why Transformer Engine cannot be used in this environment; None if it can.
 
-    This imports the package if it is installed.
+    Import the package if it is installed.
     """
     # the environment must be set before the import
     set_defaults(SETTINGS)
@@ -60,7 +59,7 @@ def package_problem() -> str | None:
 
 
 def fp8_problem(name: str) -> str | None:
-    """Return why this GPU does not support the recipe of a `--fp8` value, or None if it does."""
+    """Return why this GPU does not support the recipe for a `--fp8` value; None if it does."""
     from transformer_engine.pytorch import is_fp8_available, is_fp8_block_scaling_available
 
     asked = is_fp8_block_scaling_available if name == "blockwise" else is_fp8_available
@@ -69,11 +68,11 @@ def fp8_problem(name: str) -> str | None:
 
 
 def _leave(weight: torch.Tensor) -> None:
-    """Leave a weight uninitialised; megacp initialises it from its spec."""
+    """Leave a weight uninitialised; megacp initialises it according to its spec."""
 
 
 def _linear_settings(bias: bool, options: LinearOptions) -> dict[str, Any]:
-    """Return the arguments of all modules with linears: sharding, gradients, dtype and device."""
+    """Return the arguments that all modules with linear layers share."""
     return {
         "sequence_parallel": options.sequence_parallel,
         # add weight gradients to `main_grad` inside the matrix product
@@ -88,9 +87,9 @@ def _linear_settings(bias: bool, options: LinearOptions) -> dict[str, Any]:
 
 
 class Fused(nn.Module):
-    """`te.LayerNormLinear` or `te.LayerNormMLP`.
+    """Wrapper of `te.LayerNormLinear` or `te.LayerNormMLP`.
 
-    It ignores `save`, because the modules themselves store the tensors for their backward.
+    It ignores `save`, because these modules store the tensors for their backward pass themselves.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -102,10 +101,10 @@ class Fused(nn.Module):
 
 
 class EngineLinear(nn.Module):
-    """`te.Linear` in a `parallel_mode`.
+    """Wrapper of `te.Linear` in a `parallel_mode`.
 
-    "column" maps `x[t/tp, h]` to `y[t, f/tp]`, and "row" maps `x[t, f/tp]` to `y[t/tp, h]`.
-    Without sequence parallelism, replace t/tp by t.
+    "column" maps `x[t/tp, h]` to `y[t, f/tp]`, and "row" maps `x[t, f/tp]` to `y[t/tp, h]`. Without
+    sequence parallelism, t/tp is t.
     """
 
     def __init__(self, parallel_mode: str, linear: LinearSpec, options: LinearOptions) -> None:
@@ -121,9 +120,9 @@ class EngineLinear(nn.Module):
         self.linear.requires_grad_(options.trained)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the product with its communication and bias.
+        """Return the layer's output, including communication and bias.
 
-        More than two dimensions are only supported without sequence parallelism.
+        `x` may have more than two dimensions only without sequence parallelism.
         """
         if x.dim() == 2:
             return self.linear(x)
@@ -132,9 +131,10 @@ class EngineLinear(nn.Module):
 
 
 class HighPrecision(nn.Module):
-    """A layer that does not use FP8.
+    """Wrapper of a layer that does not use FP8.
 
-    The numbers of patches per crop and of pooled windows are not multiples of the FP8 tile size.
+    Vision layers use it, because the numbers of patches and pooled windows are not multiples of the
+    FP8 tile size.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -147,20 +147,20 @@ class HighPrecision(nn.Module):
 
 
 def eight_bits_off() -> AbstractContextManager[Any]:
-    """Return a context without FP8; it may be inside a context with FP8."""
+    """Return a context without FP8, which may be entered inside a context with FP8."""
     from transformer_engine.pytorch import autocast
 
     return autocast(enabled=False)
 
 
 def fp8_recipe(name: str, reduce_amax: bool) -> Any:
-    """Return the recipe of a `--fp8` value.
+    """Return the recipe for a `--fp8` value.
 
-    `reduce_amax` shares the largest absolute values between ranks, for delayed scaling.
+    With `reduce_amax`, ranks share the largest absolute values, for delayed scaling.
     """
     from transformer_engine.common import recipe
 
-    # HYBRID: E4M3 in forward, E5M2 for gradients
+    # HYBRID: E4M3 in the forward pass, E5M2 for gradients
     hybrid = recipe.Format.HYBRID
     if name == "delayed":
         return recipe.DelayedScaling(fp8_format=hybrid, reduce_amax=reduce_amax)
@@ -173,7 +173,7 @@ def fp8_recipe(name: str, reduce_amax: bool) -> Any:
 def packed_attention(
     model: ModelConfig, tp: Axis, cp: Axis, comm_type: str, inner: int, device: torch.device
 ) -> PackedAttention:
-    """Return `DotProductAttention` for all layers of a model.
+    """Return Transformer Engine's attention for all layers of a model.
 
     `comm_type` and `inner` (number of ranks in the all-to-all of a2a+p2p) only matter for two or
     more cp ranks. With a2a+p2p, the call is collective.
@@ -203,12 +203,12 @@ def selector_problem(
     longest: int,
     window: int = 0,
 ) -> str | None:
-    """Return why Transformer Engine has no fused kernel for rows of `tokens`, or None if it has.
+    """Return why Transformer Engine has no fused kernel for rows of `tokens`; None if it has one.
 
-    `longest` is the maximum length of a sequence in the row. The call asks the selector the same
-    question as every forward. There, a refusal would be an error, possibly hours into a run. The
-    selector limits deterministic kernels by sequences x longest^2, which is largest if one document
-    takes two thirds of the row.
+    `longest` is the maximum length of a sequence in the row. The arguments for the kernel selector
+    are the same as in a forward pass, where a refusal would be an error, possibly hours into a run.
+    The selector limits deterministic kernels by sequences x longest^2, which is largest if one
+    document fills two thirds of the row.
     """
     deterministic = packed.attention.deterministic
     least = packed.least_sequence
@@ -216,7 +216,7 @@ def selector_problem(
     if deterministic:
         lengths.append(min(longest, 2 * tokens // 3))
     for length in lengths:
-        # one sequence of this length, and the shortest possible sequences in the rest of the row
+        # one sequence of this length, and as many sequences as possible in the rest of the row
         length = -(-length // least) * least
         count = 1 + max(0, tokens - length) // least
         own_tokens = max(tokens, length) // packed.cp["cp_size"]
@@ -253,9 +253,9 @@ def fused_adam(
 
 
 class TransformerEngineBackend(NativeBackend):
-    """A backend with Transformer Engine's layers.
+    """Backend with Transformer Engine's layers.
 
-    `support.layer_reasons` must be empty for the config.
+    `support.layer_reasons` must not yield any reason for the config.
     """
 
     name = "transformer_engine"
@@ -263,41 +263,41 @@ class TransformerEngineBackend(NativeBackend):
     def __init__(self, grid: ProcessGrid, config: RunConfig) -> None:
         training = config.training
         parallel = config.parallel
-        # with permanent gradient buffers, let its linears add weight gradients to them directly
+        # if gradient buffers are permanent, linear layers add weight gradients to them directly
         adds = None if parallel.sharding.gradients else WeightGradients()
         super().__init__(grid, config, adds)
         self.adamw = fused_adam
         self.fp8 = training.fp8
         self.token_multiple = FP8_MULTIPLES[training.fp8]
-        # recomputation and LoRA need access between norm and linear, so do not fuse them
+        # recomputation and LoRA need access to the norm's output, so do not fuse norms and layers
         self.apart = training.recompute_mode.repeats_activations or self.lora is not None
         self.in_tower = False
-        # arguments of all modules with a norm
+        # arguments for all modules with a norm
         self.norms = {
             "normalization": "RMSNorm",
             "zero_centered_gamma": config.model.apply_layernorm_1p,
         }
-        # tp and cp ranks have parts of the same tensors, so they share largest absolute values
+        # tp and cp ranks have parts of the same tensors, so they share the largest absolute values
         amax = grid.over("tp", "cp")
         self.amax_group = amax.group
         self.recipe = None if self.fp8 == "off" else fp8_recipe(self.fp8, amax.size > 1)
         self.packed = self._packed_attention(grid, config)
         if self.fp8 == "delayed":
-            # create the communicator now, so that no step includes it
+            # create the communicator now and not during a step
             connect([amax], grid.device)
             self.tell(
-                "fp8: delayed scales start at 1, also in a resumed run, because checkpoints do not "
-                "include them"
+                "fp8: delayed scales start at 1 even in a resumed run, because checkpoints do not "
+                "contain them"
             )
         self._tell_of_norms(config)
 
     def _packed_attention(self, grid: ProcessGrid, config: RunConfig) -> PackedAttention | None:
         """Return Transformer Engine's attention.
 
-        If it cannot run for this config, add a log line with the reasons and return None.
+        If it does not support this config, add a log line with the reasons and return None.
         """
         parallel = config.parallel
-        # check the config first: building the attention may create process groups
+        # check the config first, because building the attention may create process groups
         reasons = "; ".join(attention_reasons(config))
         if not reasons:
             inner = (parallel.hierarchical_context_parallel_sizes or (1, 1))[0]
@@ -307,7 +307,7 @@ class TransformerEngineBackend(NativeBackend):
             # a row has several packs, but no document is longer than one pack
             pack = config.data.seq_length
             tokens = pack * config.training.micro_batch_size
-            # layers may have different windows, and each needs a kernel
+            # layers may have different windows, each of which needs a kernel
             windows = {layer.window for layer in layers_of(config.model)}
             refusals = set()
             for window in windows:
@@ -322,8 +322,8 @@ class TransformerEngineBackend(NativeBackend):
         return None
 
     def _tell_of_norms(self, config: RunConfig) -> None:
-        """Log which norms are not fused or are native, and the flag that causes it."""
-        # only the first cause is logged
+        """Log which norms are native or not fused, and which flag is the reason."""
+        # log only the first reason
         if self.lora:
             self._tell_apart("--lora-rank")
         elif self.apart:
@@ -351,11 +351,11 @@ class TransformerEngineBackend(NativeBackend):
         self.options.attach(layer.linear.weight, weight)
         if bias:
             self.options.attach(layer.linear.bias, bias[0])
-        # token counts of towers do not fit the FP8 tile size
+        # towers' token counts are not multiples of the FP8 tile size
         return HighPrecision(layer) if self.in_tower and self.fp8 != "off" else layer
 
     def norm_column_linear(self, norm: NormSpec | None, linear: LinearSpec) -> nn.Module:
-        if norm is None or self.apart:  # two modules, both from Transformer Engine
+        if norm is None or self.apart:  # two separate modules of Transformer Engine
             return super().norm_column_linear(norm, linear)
         from transformer_engine.pytorch import LayerNormLinear
 
@@ -368,7 +368,7 @@ class TransformerEngineBackend(NativeBackend):
             **_linear_settings(linear.first.bias, self.options),
         )
         specs = {"layer_norm_weight": self._norm_spec(norm)}
-        # without a bias there is only one spec
+        # without a bias, there is only one spec
         specs |= zip(("weight", "bias"), linear_specs(linear, self.options), strict=False)
         return self._fused(layer, specs)
 
@@ -398,7 +398,7 @@ class TransformerEngineBackend(NativeBackend):
         return parameter_spec([norm.weight(self.norm_init)], self.options, partial_over_tp=partial)
 
     def _fused(self, layer: nn.Module, specs: dict[str, ParameterSpec]) -> Fused:
-        """Attach the specs to the parameters of a fused module and wrap it."""
+        """Attach the specs to a fused module's parameters, and return the wrapped module."""
         for name, spec in specs.items():
             self.options.attach(getattr(layer, name), spec)
         return Fused(layer.requires_grad_(self.options.trained))
@@ -421,7 +421,7 @@ class TransformerEngineBackend(NativeBackend):
 
     def tower(self, name: VisionPart) -> NativeBackend:
         other = super().tower(name)
-        # the base class copies this object, so the type stays
+        # the base class copies this object, so the copy has the same type
         assert isinstance(other, TransformerEngineBackend)
         other.in_tower = other.apart = True
         return other
@@ -436,9 +436,9 @@ class TransformerEngineBackend(NativeBackend):
         sinks: torch.Tensor | None = None,
         call: Caller = at_once,
     ) -> torch.Tensor:
-        """Return the core attention; see `NativeBackend.attention`.
+        """Return the output of core attention; see `NativeBackend.attention`.
 
-        The choice of the kernel depends on the complete row, so all ranks make the same choice.
+        The choice of kernel depends on the complete row, so all ranks make the same choice.
         """
         if self.packed is None:
             return super().attention(q, k, v, plan, scale, sinks, call)
@@ -455,8 +455,8 @@ class TransformerEngineBackend(NativeBackend):
             return self.packed(q, k, v, plan, sequences, call)
 
     def prepare(self, plan: AttentionPlan) -> None:
-        # native tables are only needed for rows that Transformer Engine cannot process;
-        # `sequences` caches its result for the forward
+        # Native tables are only needed for rows that Transformer Engine does not support.
+        # `sequences` caches its result for the forward pass.
         if self.packed is None or isinstance(self.packed.sequences(plan), str):
             super().prepare(plan)
 

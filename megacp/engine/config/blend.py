@@ -1,6 +1,6 @@
 """The value of `--data-path`: one dataset, or several datasets with blend weights, as in Megatron.
 
-Weights are exact fractions of the typed decimals, so 0.1 + 0.2 is 0.3.
+Weights are stored as exact fractions of the typed decimals, so 0.1 + 0.2 is 0.3.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from decimal import Decimal
 from fractions import Fraction
 
 DataPath = str | tuple[str, ...]
-"""One folder, or WEIGHT FOLDER pairs as words of a command line: `("0.7", "a", "0.3", "b")`."""
+"""One folder, or WEIGHT FOLDER pairs in command-line order: `("0.7", "a", "0.3", "b")`."""
 
 
 @dataclass(frozen=True)
@@ -22,13 +22,13 @@ class WeightedFolder:
 
     folder: str
     weight: Fraction
-    """Relative weight: the share of samples is the weight divided by the sum of all weights."""
+    """Relative weight: the share of samples is this weight divided by the sum of all weights."""
 
 
 def weighted_folders(flag: str, path: DataPath) -> tuple[WeightedFolder, ...]:
-    """Return the datasets of `path`, without those of weight 0.
+    """Return the datasets of `path` whose weight is not 0.
 
-    Raise ValueError with all problems, one per line, each naming `flag`.
+    Raise ValueError that lists all problems, one per line, each with `flag`.
     """
     # a single folder needs no weight
     if isinstance(path, str):
@@ -46,23 +46,25 @@ def weighted_folders(flag: str, path: DataPath) -> tuple[WeightedFolder, ...]:
         for weight, text, folder in zip(weights, texts, folders, strict=True)
     ]
     reasons = [
-        f"{flag}: {folder} has the weight {text}, it must be at least 0"
+        f"{flag}: {folder} has the weight {text}, but weights must be finite and at least 0"
         for weight, text, folder in pairs
         if not (math.isfinite(weight) and weight >= 0)
     ]
     # weights are relative, so only their sum must not be 0
     if not reasons and not any(weights):
-        reasons.append(f"{flag}: all {len(weights)} weights are 0")
+        reasons.append(f"{flag}: all {len(weights)} weights are 0; set at least one above 0")
     # compare real paths: `a`, `./a` and a link to `a` are the same dataset
     places = [os.path.realpath(folder) for folder in folders]
     repeated = {
         folder for folder, place in zip(folders, places, strict=True) if places.count(place) > 1
     }
     for folder in sorted(repeated):
-        reasons.append(f"{flag} names {folder} more than once: give it the sum of its weights")
+        reasons.append(
+            f"{flag} contains {folder} more than once: list it once, with the sum of its weights"
+        )
     if reasons:
         raise ValueError("\n".join(reasons))
-    # Decimal keeps the typed digits, which the float of the checks above has rounded
+    # Decimal keeps the typed digits; the floats that were checked above are rounded
     return tuple(
         WeightedFolder(folder, Fraction(Decimal(text))) for weight, text, folder in pairs if weight
     )
@@ -85,12 +87,12 @@ def named_folders(path: DataPath | None) -> tuple[str, ...]:
 
 
 def shown_path(path: DataPath | None) -> str:
-    """Return the path as it was typed."""
+    """Return the path as typed on the command line; "" for None."""
     return path if isinstance(path, str) else " ".join(path or ())
 
 
 def _number(text: str) -> float | None:
-    """Return the number that `text` spells; None if it is not a number."""
+    """Parse `text` as a number; return None if it is not one."""
     with contextlib.suppress(ValueError):
         return float(text)
     return None

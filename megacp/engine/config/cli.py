@@ -1,7 +1,7 @@
 """The command line: flags and YAML files, read from left to right. The last value wins.
 
 A YAML file takes effect at the position of its `--config` among the flags. tyro derives flags,
-types and help from the fields and their docstrings, so there is no second table of flags.
+types and help texts from the config fields and their docstrings, so no second table is needed.
 """
 
 from __future__ import annotations
@@ -14,44 +14,45 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megacp import __version__
+from megacp.engine.config.other_programs import accepted_line, advice, nearest, translate
 from megacp.engine.config.run import RunConfig, fields, with_homes, with_values
-from megacp.engine.config.yaml_file import RETIRED, nearest, values_of_file
+from megacp.engine.config.yaml_file import RETIRED, accepted_of_file, values_of_file
 from megacp.storage.place import at_home
 from megacp.storage.wording import for_terminal
 
 _MOST_UNKNOWN = 20
-"""Largest number of unknown flags that an error message lists."""
+"""Maximum number of unknown flags in an error message."""
 HELP = ("-h", "--help")
 PROGRAM = "python -m megacp.train"
 DESCRIPTION = (
-    "Train a language model on packed sequences over a grid of ranks. `--config FILE.yaml` may "
-    "appear anywhere and more than once. Its keys are these flags; if a flag is set several times, "
-    "the last value wins."
+    "Train a language model on packed sequences, using a grid of ranks. `--config FILE.yaml` may "
+    "appear anywhere and more than once. Its keys are the names of these flags. If a flag is set "
+    "several times, the last value wins."
 )
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Argument parser of the other commands: one-line errors without usage, and `--version`."""
+    """Argument parser for the other commands: one-line errors without usage, and `--version`."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        # every `type=Path` of a command expands `~`
+        # expand `~` in every argument with `type=Path`
         self.register("type", Path, _path)
         self.add_argument(
             "--version", action="version", version=f"megacp {__version__}", help="print the version"
         )
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        """Print help, version and errors, escaped and shortened for a terminal."""
+        """Print a message (help, version or error), escaped and shortened for a terminal."""
         super()._print_message(for_terminal(message), file)
 
     def error(self, message: str) -> NoReturn:
-        """Print `error: ...` and exit 2."""
+        """Print `error: ...` and exit with status 2."""
         self.exit(2, f"error: {message} (see {self.prog} --help)\n")
 
 
 def path_text(text: str) -> str:
-    """Parse a path or URL, as the `type` of a flag; expand `~`."""
+    """Return the path or URL in `text` with `~` expanded, for `type=` of an argument."""
     try:
         return at_home(text)
     except ValueError as error:
@@ -59,25 +60,25 @@ def path_text(text: str) -> str:
 
 
 def path_texts(text: str) -> str:
-    """Parse paths or URLs separated by commas; expand `~` in each."""
+    """Return the paths or URLs in `text`, separated by commas, with `~` expanded in each."""
     return ",".join(map(path_text, text.split(",")))
 
 
 def _path(text: str) -> Path:
-    """Parse the value of a flag whose `type` is Path."""
+    """Return the path in `text` with `~` expanded, for arguments with `type=Path`."""
     return Path(path_text(text))
 
 
 def parse(argv: Sequence[str], prog: str = PROGRAM) -> RunConfig:
-    """Return the configuration of command-line arguments (without the program name).
+    """Parse command-line arguments (without the program name) and return the configuration.
 
-    Raise ValueError for unknown flags, with the nearest name for each, and for a missing or invalid
-    YAML file. Exit with status 2 and tyro's message for a value of the wrong type, and with status
-    0 after `--help`.
+    Raise ValueError for unknown flags, with the right or the nearest name for each, and for a
+    missing or invalid YAML file. For a value of the wrong type, print tyro's message and exit with
+    status 2. For `--help`, print the help and exit with status 0.
     """
     config, last = _before_last_flags(argv, prog)
     if any(argument in HELP for argument in argv):
-        # tyro prints the help with the values of the files as defaults
+        # tyro prints the help, in which the values of the files are the defaults
         last = [*last, "--help"]
     return with_homes(_apply(last, config, prog))
 
@@ -91,18 +92,18 @@ class FlagGroup:
 
 
 def flag_groups(argv: Sequence[str], prog: str = PROGRAM) -> list[FlagGroup]:
-    """Return the groups of flags of the parser, with the values of the files in `argv` as defaults.
+    """Return the parser's groups of flags, with values from the files in `argv` as defaults.
 
     Raise ValueError as `parse` does.
     """
-    # tyro takes a while to import, and commands without flags of a run do not need it
+    # tyro is slow to import, and commands without training flags do not need it
     import tyro
 
     config, _ = _before_last_flags(argv, prog)
-    # flags without the name of their section as a prefix
+    # flag names without their section as a prefix
     flat = tyro.conf.OmitArgPrefixes[RunConfig]
     with warnings.catch_warnings():
-        # tyro has deprecated this function, but offers no other way to get the parser
+        # this function is deprecated, but tyro offers no other way to get the parser
         warnings.simplefilter("ignore", DeprecationWarning)
         parser = tyro.extras.get_parser(
             flat, prog=prog, description=DESCRIPTION, default=config, add_help=False
@@ -115,12 +116,15 @@ def flag_groups(argv: Sequence[str], prog: str = PROGRAM) -> list[FlagGroup]:
 def _before_last_flags(argv: Sequence[str], prog: str) -> tuple[RunConfig, list[str]]:
     """Return the configuration after the last `--config`, and the flags after it.
 
-    `--help` is not among these flags. Raise ValueError for unknown flags and invalid files.
+    The flags do not include `--help`. Raise ValueError for unknown flags and invalid files.
     """
-    arguments = [argument for argument in argv if argument not in HELP]
-    _refuse_unknown_flags(arguments)
-    # A file name that is not UTF-8 cannot be written to a config or a log: the first save would
-    # fail. Python decodes its bytes to lone surrogates.
+    translated = translate([argument for argument in argv if argument not in HELP])
+    arguments = translated.words
+    reasons = translated.problems + _unknown_flags(arguments)
+    if reasons:
+        raise ValueError("\n".join(reasons))
+    # A file name that is not UTF-8 cannot be written to a config or a log, so the first save would
+    # fail. Python decodes such bytes to lone surrogates.
     for argument in arguments:
         if any("\ud800" <= character <= "\udfff" for character in argument):
             raise ValueError(
@@ -133,32 +137,31 @@ def _before_last_flags(argv: Sequence[str], prog: str) -> tuple[RunConfig, list[
     return config, last
 
 
-def _refuse_unknown_flags(arguments: Sequence[str]) -> None:
-    """Raise ValueError that lists unknown flags with the nearest name of each."""
+def _unknown_flags(arguments: Sequence[str]) -> list[str]:
+    """Return a reason for each unknown flag, with the right or the nearest name."""
     switches = {f"no_{info.name}" for info in fields().values() if info.hint is bool}
     known = {"config", *fields(), *switches}
-    # a dict instead of a set: each name once, in the order of the command line
+    # a dict keeps the order of the command line and has each name once
     names = {
         argument.partition("=")[0]: None for argument in arguments if argument.startswith("--")
     }
     fields_of_flags = {name: name[2:].replace("-", "_") for name in names}
     unknown = [(name, field) for name, field in fields_of_flags.items() if field not in known]
-    if not unknown:
-        return
     reasons = []
     for name, field in unknown[:_MOST_UNKNOWN]:
         if field in RETIRED:
             reasons.append(f"{name} no longer exists: {RETIRED[field].instead}")
         else:
-            reasons.append(f"unknown flag {name}{nearest(field[:100], known, as_flag=True)}")
+            hint = advice(name) or nearest(field, known, as_flag=True)
+            reasons.append(f"unknown flag {name}{hint}")
     if len(unknown) > _MOST_UNKNOWN:
         reasons.append(f"and {len(unknown) - _MOST_UNKNOWN} more")
-    raise ValueError("\n".join(reasons))
+    return reasons
 
 
 def _apply(flags: Sequence[str], config: RunConfig, prog: str) -> RunConfig:
-    """Return `config` with some values replaced by flags, which tyro parses."""
-    if not flags:  # saves building a parser of about 150 flags
+    """Parse `flags` with tyro and return `config` with their values."""
+    if not flags:  # skip building a parser for about 150 flags
         return config
     import tyro
 
@@ -167,20 +170,21 @@ def _apply(flags: Sequence[str], config: RunConfig, prog: str) -> RunConfig:
 
 
 def given_names(argv: Sequence[str]) -> frozenset[str]:
-    """Return the fields that flags or YAML files set, even to their default values.
+    """Return the names of fields that flags or YAML files set, even to their default values.
 
     Raise ValueError as `parse` does.
     """
-    return given_flags(argv).union(*(values_of_file(path) for _, path in _segments(argv) if path))
+    files = [path for _, path in _segments(argv) if path]
+    return given_flags(argv).union(*map(values_of_file, files))
 
 
 def given_flags(argv: Sequence[str]) -> frozenset[str]:
-    """Return the fields that flags set, without those that only YAML files set.
+    """Return the names of fields that flags set; fields set only in YAML files are not included.
 
     Raise ValueError if a `--config` lacks its path.
     """
     given = set[str]()
-    for flags, _ in _segments(argv):
+    for flags, _ in _segments(translate(argv).words):
         for text in flags:
             if not text.startswith("--") or text in HELP:
                 continue
@@ -191,10 +195,10 @@ def given_flags(argv: Sequence[str]) -> frozenset[str]:
 
 
 def _segments(arguments: Sequence[str]) -> list[tuple[list[str], str]]:
-    """Split arguments at each `--config`: pairs of the flags before it and its file.
+    """Split arguments at each `--config` into pairs of the flags before it and its file.
 
-    The last pair has the flags after the last `--config`, and "" as its file. Raise ValueError if a
-    `--config` lacks its path.
+    The last pair contains the flags after the last `--config`, and "" instead of a file. Raise
+    ValueError if a `--config` lacks its path.
     """
     parts: list[tuple[list[str], str]] = []
     segment: list[str] = []
@@ -205,9 +209,25 @@ def _segments(arguments: Sequence[str]) -> list[tuple[list[str], str]]:
             segment.append(argument)
             continue
         if not equals:
-            path = next(rest, "--")  # an absent path fails the check below
+            path = next(rest, "--")  # a missing path fails the check below
         if path.startswith("--"):
             raise ValueError("--config needs the path of a YAML file")
         parts.append((segment, path))
         segment = []
     return [*parts, (segment, "")]
+
+
+def accepted_note(argv: Sequence[str]) -> str:
+    """Return a line with the flags and keys of other programs that a run accepts; "" if none.
+
+    Raise ValueError as `parse` does.
+    """
+    translated = translate(argv)
+    always = list(translated.always)
+    needless = list(translated.needless)
+    for _, path in _segments(argv):
+        if path:
+            in_file = accepted_of_file(path)
+            always += in_file.always
+            needless += in_file.needless
+    return accepted_line(always, needless)

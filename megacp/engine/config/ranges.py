@@ -1,7 +1,7 @@
-"""Ranges of numbers, declared on a config field: `lr: NotNegative[float] = 1e-3`.
+"""Ranges of numeric flags, declared on config fields: `lr: NotNegative[float] = 1e-3`.
 
-The type checker and tyro see the plain type. `fields()` reads the range, and `checks.py` reports
-values outside it.
+To the type checker and tyro, the annotation is the plain type. `fields()` reads the range, and
+`checks.py` reports values outside it.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import Annotated, TypeVar
 T = TypeVar("T")
 
 MAX_LAYERS = 4096
-"""Largest number of layers of a model. The time to search pipeline stages is quadratic in it."""
+"""Maximum number of layers in a model. The search for pipeline stages takes quadratic time."""
 
-# Every expert has named tensors, about 1 kB of metadata each before any weight is allocated. The
-# largest published models have 512 experts per layer and 31 thousand experts in total.
+# Every expert has named tensors, each with about 1 kB of metadata before any weight is allocated.
+# The largest published models have 512 experts per layer and 31 thousand experts in total.
 MAX_EXPERTS = 8192
-"""Largest number of experts of one layer."""
+"""Maximum number of experts in one layer."""
 MAX_EXPERTS_IN_ALL = 1 << 16
-"""Largest number of experts of all layers together."""
+"""Maximum number of experts in all layers together."""
 
 
 @dataclass(frozen=True)
 class Range:
-    """Allowed values of a number: low <= value <= high. An open end excludes its bound."""
+    """Allowed range of a number: low <= value <= high. An open end excludes its bound."""
 
     low: float
     high: float = math.inf
@@ -33,7 +33,7 @@ class Range:
     high_open: bool = False
 
     def holds(self, value: float) -> bool:
-        """Return whether the value is inside the range; NaN and infinity never are."""
+        """Return whether the value is in the range. NaN and infinity never are."""
         above = value > self.low if self.low_open else value >= self.low
         below = value < self.high if self.high_open else value <= self.high
         # NaN fails every comparison; infinity would pass if the range has no upper end
@@ -47,14 +47,14 @@ class Range:
 
 @dataclass(frozen=True)
 class IsPath:
-    """Marks a field that holds paths or URLs, in which a leading `~` means the home directory."""
+    """Mark for fields with paths or URLs, in which a leading `~` means the home directory."""
 
 
 PathOf = Annotated[T, IsPath()]
 Positive = Annotated[T, Range(1)]
 Count = Annotated[T, Range(1, 1_000_000)]
-"""A number of ranks, or of packs per step. The limit avoids running out of memory before the checks
-can report a mistyped number, because each rank and each pack has Python objects.
+"""A number of ranks, or of packs per step. Each rank and each pack needs Python objects, so without
+the limit a mistyped number could exhaust the memory before the checks report it.
 """
 NotNegative = Annotated[T, Range(0)]
 AboveZero = Annotated[T, Range(0, low_open=True)]

@@ -1,7 +1,7 @@
-"""The configuration of a run as one frozen value, and its flat view by flag name.
+"""The configuration of a run as a frozen dataclass, and its flat view by flag name.
 
-Fields are nested in sections (`room` in the code), but each field name is unique over all sections.
-So flags, YAML keys and fields have the same names, as in Megatron.
+Fields are nested in sections (`room` in the code), but field names are unique across sections. This
+lets flags, YAML keys and fields have the same names, as in Megatron.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ON_CPU: dict[str, Value] = {
     "transformer_impl": "native",
     "fp8": "off",
 }
-"""Values to set when a config for GPUs runs on a CPU."""
+"""Values that replace those of a GPU configuration when it runs on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -49,15 +49,15 @@ class RunConfig:
     log: LogConfig = field(default_factory=LogConfig)
 
     dry_run: bool = False
-    """Check the configuration, print grid, stages and memory, and stop. Needs one process and no
-    GPU."""
+    """Check the configuration, print the grid, stages and memory, and exit. Needs one process and
+    no GPU."""
 
     world_size: Count[int | None] = None
-    """World size to assume with --dry-run (default: tp x pp x cp)."""
+    """Number of ranks to assume with --dry-run. None means tp x pp x cp."""
 
     @property
     def model_ranks(self) -> int:
-        """Number of ranks for one copy of the model: tp x pp x cp."""
+        """Number of ranks per copy of the model: tp x pp x cp."""
         p = self.parallel
         return (
             p.tensor_model_parallel_size * p.pipeline_model_parallel_size * p.context_parallel_size
@@ -65,7 +65,10 @@ class RunConfig:
 
     @functools.cached_property
     def frozen_parts(self) -> tuple[str, ...]:
-        """Frozen parts among `text`, `vision` and `connector`; LoRA freezes all of them."""
+        """Parts of the model that are frozen: any of `text`, `vision` and `connector`.
+
+        LoRA freezes all three.
+        """
         parts = ("text", "vision", "connector")
         if self.model.lora_rank > 0:
             return parts
@@ -74,12 +77,12 @@ class RunConfig:
     def data_parallel_size(self, world_size: int) -> int:
         """Return the data-parallel size for `world_size` ranks, rounded down.
 
-        `checks.py` refuses a remainder.
+        `checks.py` refuses a world size with a remainder.
         """
         return world_size // self.model_ranks
 
     def grid_shape(self, world_size: int) -> GridShape:
-        """Return the grid of a checked config on `world_size` ranks."""
+        """Return the grid for `world_size` ranks. The config must have passed `check`."""
         p = self.parallel
         return GridShape(
             tp=p.tensor_model_parallel_size,
@@ -98,9 +101,9 @@ class RunConfig:
 
     @property
     def log_path(self) -> Path | None:
-        """Path of the JSONL log; None for /dev/null.
+        """Path of the JSONL log; None if --log-file is /dev/null.
 
-        Without `log_file` it is log.jsonl in a local --save, else megacp_log.jsonl.
+        If --log-file is not set: log.jsonl in a local --save directory, otherwise megacp_log.jsonl.
         """
         if self.log.log_file is not None:
             path = Path(self.log.log_file)
@@ -108,14 +111,15 @@ class RunConfig:
             path = self._local_save / "log.jsonl"
         else:
             path = Path("megacp_log.jsonl")
-        # /dev/null switches the log off
+        # /dev/null disables the log
         return None if str(path) == os.devnull else path
 
     @property
     def profile_path(self) -> Path:
-        """Folder for traces: `profile` in the folder of the JSONL log.
+        """Folder for traces: `profile`, next to the JSONL log.
 
-        If the log is disabled, it is in a local --save, else in the working directory.
+        If the log is disabled, the folder is in a local --save directory, otherwise in the working
+        directory.
         """
         if self.log_path:
             return self.log_path.parent / "profile"
@@ -129,21 +133,21 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class FieldInfo:
-    """Name, section and allowed values of a flag."""
+    """A flag's name, section and allowed values."""
 
     name: str
     room: str
     """Field of RunConfig that contains the flag; "" for fields of RunConfig itself."""
     hint: Any
-    """Type annotation without the range."""
+    """Type annotation of the field, without the range."""
     range: Range | None
-    """Range of a number. An optional field also allows None."""
+    """Range of a numeric flag. An optional field also allows None."""
     is_path: bool = False
-    """Whether the value is a path or URL, or several with weights."""
+    """Whether the value is a path or URL, or several of them with weights."""
 
     @functools.cached_property
     def words(self) -> list[str]:
-        """Words that the field accepts, such as `auto`, possibly in addition to a number."""
+        """Words that the field accepts, such as `auto`. A field may also accept a number."""
         words: list[str] = []
         for part in union_types(self.hint):
             if typing.get_origin(part) is typing.Literal:
@@ -151,7 +155,7 @@ class FieldInfo:
         return words
 
     def problem(self, value: Value) -> str | None:
-        """Return why this value is invalid (missing, unknown word, out of range); None if valid."""
+        """Return why this value is invalid (missing, unknown or out of range); None if valid."""
         words = self.words
         # a file can contain null, and tyro reads the text `None` as no value
         if value is None:
@@ -160,9 +164,9 @@ class FieldInfo:
             return None
         if self.range is None:
             if value == "":
-                return "the value is an empty string"
+                return "the value must not be an empty string"
             # a field without range and words accepts every value of its type
-            return f"got {value!r}, allowed are {', '.join(words)}" if words else None
+            return f"got {value!r}; use one of {', '.join(words)}" if words else None
         if isinstance(value, (bool, str)):
             expected = " or ".join(["a number", *words])
             return f"expected {expected}, got {value!r}"
@@ -171,11 +175,11 @@ class FieldInfo:
         if all(self.range.holds(float(number)) for number in numbers):
             return None
         shown = " ".join(map(str, numbers))
-        return f"got {shown}, it must be {self.range}"
+        return f"got {shown}, but it must be {self.range}"
 
 
 def union_types(hint: Any) -> tuple[Any, ...]:
-    """Return the member types of a union; a tuple of one for any other type."""
+    """Return the member types of a union, or a tuple with only `hint` if it is not a union."""
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         return typing.get_args(hint)
     return (hint,)
@@ -221,7 +225,7 @@ def flatten(config: RunConfig) -> dict[str, Value]:
 
 
 def with_values(config: RunConfig, values: Mapping[str, Value]) -> RunConfig:
-    """Return a copy of `config` with some fields replaced, by flat field name.
+    """Return a copy of `config` in which `values`, by field name, replace the old values.
 
     Raise KeyError if a name is not a field.
     """
@@ -229,7 +233,7 @@ def with_values(config: RunConfig, values: Mapping[str, Value]) -> RunConfig:
     rooms: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
         rooms.setdefault(fields()[name].room, {})[name] = value
-    # "" has the flags of RunConfig itself, which are replaced together with the sections
+    # flags of RunConfig itself have the section ""; they are replaced together with the sections
     own: dict[str, Any] = rooms.pop("", {})
     for room, changes in rooms.items():
         own[room] = dataclasses.replace(getattr(config, room), **changes)
@@ -239,10 +243,11 @@ def with_values(config: RunConfig, values: Mapping[str, Value]) -> RunConfig:
 def with_homes(config: RunConfig) -> RunConfig:
     """Return a copy of `config` with `~` expanded in all paths.
 
-    Raise ValueError if a path names an unknown user; the message lists all such flags.
+    Raise ValueError if a path refers to the home of an unknown user; the message lists all flags
+    with this problem.
     """
     before = flatten(config)
-    # collect all unknown users, so that one run of the command reports every mistake
+    # collect all unknown users, so that one error reports every mistake
     values: dict[str, Value] = {}
     reasons = []
     for info in fields().values():

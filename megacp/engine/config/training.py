@@ -1,6 +1,6 @@
-"""Flags of the optimisation, checkpoints, logs and data.
+"""Flags for optimisation, checkpoints, logs and data.
 
-The number of microbatches is not a flag. It follows from the batch sizes and the grid.
+The number of microbatches is not a flag: it follows from the batch sizes and the grid.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from megacp.engine.config.ranges import (
 )
 
 Treated = Literal["matrix", "vector", "table"]
-"""Role of a parameter for the optimizer: matrix of a linear layer, vector (norms, biases), or table
-of embedding rows.
+"""Role of a parameter in the optimizer: the matrix of a linear layer, a vector (norms, biases), or
+the embedding table.
 """
 STEPPED_BY: dict[Treated, str] = {"matrix": "adamw", "vector": "adamw", "table": "adamw"}
-"""Update rule (in `engine/optim/rules.py`) for each role of parameters."""
+"""Update rule (in `engine/optim/rules.py`) for each parameter role."""
 STATE_KINDS: dict[str, tuple[str, ...]] = {"adamw": ("exp_avg", "exp_avg_sq")}
-"""Optimizer state per parameter element, by update rule, under the names in checkpoints. Master
+"""Names of the per-element optimizer states of each update rule, as used in checkpoints. Master
 weights are stored in addition.
 """
 
 
 @dataclass(frozen=True)
 class RecomputeMode:
-    """Operations of a block that are recomputed in backward instead of saving their outputs."""
+    """Operations of a block that the backward pass recomputes, so their outputs are not saved."""
 
     repeats_activations: bool = False
-    """Recompute norms and activation functions. Their outputs are large but cheap: no matrix
-    product and no communication is repeated.
+    """Recompute norms and activation functions. Their outputs are large but cheap to recompute,
+    because no matrix product and no communication is repeated.
     """
     repeats_block: bool = False
     """Recompute the whole block except core attention, whose cost per token grows with the row
@@ -52,7 +52,7 @@ class RecomputeMode:
 
     @property
     def strength(self) -> int:
-        """Order of the modes by the amount of recomputation: 0 recomputes nothing."""
+        """Rank among the modes, from 0 (recomputes nothing) to 2 (recomputes the most)."""
         if self.repeats_block:
             return 2
         return 1 if self.repeats_activations else 0
@@ -65,54 +65,55 @@ RECOMPUTE_MODES = {
     "selective": RecomputeMode(repeats_activations=True),
     "full": RecomputeMode(repeats_block=True),
 }
-"""Rows of `--recompute-granularity`."""
+"""Choices of `--recompute-granularity`."""
 
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """One training run. An iteration is one optimizer step over `global_batch_size` packs."""
+    """Flags of a training run. An iteration is one optimizer step on `global_batch_size` packs."""
 
     # Batch and length of the run
     micro_batch_size: Positive[int] = 1
     """Packs per microbatch. They are concatenated into one row."""
 
     global_batch_size: Count[int] = 8
-    """Packs per optimizer step, over all data-parallel ranks and microbatches."""
+    """Packs per optimizer step, across all data-parallel ranks and microbatches. If you do not set
+    it, a run with --load-hf chooses it based on the size of the dataset."""
 
     train_iters: Positive[int] = 100
-    """Number of optimizer steps of the whole run."""
+    """Number of optimizer steps in the whole run."""
 
     train_epochs: AboveZero[float | None] = None
-    """Number of passes over --data-path, instead of --train-iters. The last step takes the
-    remaining packs. If neither flag is set, a run with --load-hf makes 3 passes."""
+    """Number of passes over --data-path; replaces --train-iters. The last step uses the remaining
+    packs. If you set neither flag, a run with --load-hf makes 3 passes."""
 
     # Learning rate; `engine/optim/lr_schedule.py` has the formulas
     lr: NotNegative[float] = 1e-3
-    """Peak learning rate. If not set, it is 1e-5 for --load-hf and --finetune, 1e-4 with
-    --lora-rank, and the previous value for a resumed run."""
+    """Peak learning rate. If you do not set it, --load-hf and --finetune use 1e-5, --lora-rank uses
+    1e-4, and a resumed run keeps its previous value."""
 
     min_lr: NotNegative[float] = 0.0
     """Learning rate after the decay ends."""
 
     lr_decay_style: Literal["cosine", "linear", "WSD", "constant"] = "cosine"
-    """Decay of the learning rate after the warm-up. WSD (warm-up, stable, decay) keeps the peak
+    """How the learning rate decays after the warm-up. WSD (warm-up, stable, decay) keeps the peak
     until the last --lr-wsd-decay-iters steps."""
 
     lr_warmup_iters: NotNegative[int] = 0
-    """Number of steps of the linear warm-up from 0."""
+    """Number of steps of linear warm-up from 0."""
 
     lr_warmup_fraction: Fraction[float | None] = None
-    """Warm-up as a fraction of --lr-decay-iters, rounded up, instead of --lr-warmup-iters."""
+    """Warm-up as a fraction of --lr-decay-iters, rounded up; replaces --lr-warmup-iters."""
 
     lr_decay_iters: Positive[int | None] = None
-    """Last step of the decay (default: --train-iters). Later steps use --min-lr."""
+    """Last step of the decay; later steps use --min-lr. None means --train-iters."""
 
     lr_wsd_decay_iters: Positive[int | None] = None
-    """Number of steps of the final decay of --lr-decay-style WSD."""
+    """Number of steps in the final decay of --lr-decay-style WSD."""
 
     # AdamW
     weight_decay: NotNegative[float] = 0.1
-    """Decoupled weight decay of AdamW. Norms and biases do not decay."""
+    """Decoupled weight decay for AdamW. Norms and biases are not decayed."""
 
     adam_beta1: Fraction[float] = 0.9
     """Decay rate of AdamW's first moment."""
@@ -121,7 +122,7 @@ class TrainingConfig:
     """Decay rate of AdamW's second moment."""
 
     adam_eps: AboveZero[float] = 1e-8
-    """Epsilon in the denominator of AdamW."""
+    """Epsilon in AdamW's denominator."""
 
     # Balance of experts; `engine/expert_parallel/balance.py` has the formulas
     moe_aux_loss_coeff: NotNegative[float] = 0.0
@@ -131,39 +132,38 @@ class TrainingConfig:
     """Weight of the router z-loss (ST-MoE), which keeps router scores small."""
 
     moe_router_bias_update_rate: NotNegative[float] = 0.0
-    """Amount by which each step raises the correction of experts with few tokens and lowers the
-    correction of experts with many. Needs --moe-router-score-function sigmoid (DeepSeek-V3: 0.001).
-    """
+    """Amount by which each step raises the correction of experts with few tokens and lowers that of
+    experts with many tokens. Needs --moe-router-score-function sigmoid (DeepSeek-V3: 0.001)."""
 
     # Numerics
     clip_grad: NotNegative[float] = 1.0
-    """Largest global gradient norm. Larger gradients are scaled down; 0 disables clipping."""
+    """Maximum global gradient norm. Larger gradients are scaled down; 0 disables clipping."""
 
     seed: Annotated[int, Range(0, 2**63 - 1)] = 1234
-    """Random seed of the initial weights, dropout and pack order."""
+    """Random seed for initial weights, dropout and pack order."""
 
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Data type of weights and activations. With bfloat16, the optimizer keeps float32 master
     weights."""
 
-    # Three ways to save activation memory. They can be combined.
+    # Three ways to save activation memory, which can be combined
     recompute_granularity: Literal["none", "selective", "full"] = "none"
-    """Activations to recompute in backward: none, selective (outputs of norms and activation
-    functions, which are large but cheap), or full (all except the input of a block and the output
-    of its core attention)."""
+    """Activations to recompute in the backward pass: none, selective (outputs of norms and
+    activation functions, which are large but cheap to recompute), or full (everything in a block
+    except its input and the output of core attention)."""
 
     activation_offload: NotNegative[float] = 0.0
-    """Offload saved activations to pinned host memory: a fraction (0.5, rounded up) or a number (3)
-    of each pipeline stage's decoder blocks. 0 keeps all activations on the device."""
+    """Offload saved activations to pinned host memory for a fraction (0.5, rounded up) or a number
+    (3) of each pipeline stage's decoder blocks. 0 keeps all activations on the device."""
 
     mlp_chunk_tokens: NotNegative[int] = 0
-    """Tokens per tile of the MLP. Tiles are recomputed in backward, so the MLP's activations of
-    only one tile exist at a time. 0 disables tiling."""
+    """Number of tokens per MLP tile. Tiles are recomputed in the backward pass, so only one tile's
+    MLP activations exist at a time. 0 disables tiling."""
 
     # A job with a time limit ends with a checkpoint instead of being killed
     exit_duration: AboveZero[float | None] = None
-    """Save and stop at the next step after this number of minutes, with exit status 3 (default: no
-    limit)."""
+    """Save and stop before the next step once this number of minutes has passed, with exit status
+    3. If not set, there is no limit."""
 
     eval_interval: NotNegative[int] = 0
     """Number of steps between validations; 0 disables validation."""
@@ -175,42 +175,44 @@ class TrainingConfig:
     attention_kernel: Literal["auto", "flash", "cudnn", "flex", "flex_flash", "math", "dense"] = (
         "auto"
     )
-    """Kernel of core attention. flash is for the CPU and flex for CUDA. flex_flash uses
+    """Kernel for core attention. flash is for the CPU, and flex for CUDA. flex_flash uses
     FlashAttention 4 if a rank has all keys. cudnn uses Transformer Engine for causal documents and
-    flex for other rows. math runs anywhere. dense is a reference for short rows. auto chooses math
-    for float64, flash on the CPU, and on CUDA cudnn if it is installed, else flex."""
+    flex for other rows. math runs on any device. dense is a reference for short rows. auto chooses
+    math for float64 and flash on the CPU; on CUDA, it chooses cudnn if installed, otherwise
+    flex."""
 
     transformer_impl: Literal["native", "transformer_engine", "auto"] = "auto"
     """Implementation of the layers: native (plain PyTorch, any device) or transformer_engine
-    (NVIDIA's library, CUDA). auto chooses transformer_engine if it is installed and supports the
-    configuration."""
+    (NVIDIA's library, CUDA only). auto chooses transformer_engine if it is installed and supports
+    the configuration."""
 
     fp8: Literal["off", "delayed", "current", "blockwise"] = "off"
-    """Scaling recipe of FP8 matrix products in the decoder's linear layers. Needs
-    --transformer-impl transformer_engine. Checkpoints do not contain delayed scales, so the first
-    steps of a resumed run differ slightly."""
+    """Scaling recipe for FP8 matrix products in the decoder's linear layers. Needs
+    --transformer-impl transformer_engine. Checkpoints do not store the scales of the delayed
+    recipe, so the first steps of a resumed run differ slightly."""
 
     cross_entropy_chunk_tokens: NotNegative[int | Literal["auto"]] = "auto"
-    """Tokens whose logits are computed at a time; 0 means a whole row. auto means a whole row if
-    logits and their gradients are small, else the largest power of two that keeps them small."""
+    """Number of tokens whose logits are computed at a time; 0 means a whole row. auto uses a whole
+    row if its logits and their gradients are small, otherwise the largest power of two that keeps
+    them small."""
 
     gradient_accumulation_fusion: bool = False
-    """Let native linear layers add weight gradients directly to the gradient bucket, with apex's
-    kernel if it is installed. This saves a pass over each gradient. Transformer Engine layers
-    always do this unless gradients are sharded."""
+    """Let native linear layers add weight gradients directly to the gradient bucket, using apex's
+    kernel if installed. This saves one pass over each gradient. Transformer Engine layers always do
+    so unless gradients are sharded."""
 
     @property
     def recompute_mode(self) -> RecomputeMode:
-        """Row of `RECOMPUTE_MODES` for the chosen granularity."""
+        """Properties of the chosen `recompute_granularity`."""
         return RECOMPUTE_MODES[self.recompute_granularity]
 
     @property
     def warmup_updates(self) -> int:
-        """Number of warm-up updates."""
+        """Number of warm-up steps, from --lr-warmup-iters or --lr-warmup-fraction."""
         if self.lr_warmup_fraction is None:
             return self.lr_warmup_iters
         decay = self.lr_decay_iters or self.train_iters
-        # transformers rounds the fraction up as well
+        # transformers also rounds up
         return math.ceil(self.lr_warmup_fraction * decay)
 
     @property
@@ -220,67 +222,68 @@ class TrainingConfig:
 
     @property
     def accumulation_bytes(self) -> int:
-        """Size in bytes of an element of gradients, moments, softmax and log-sum-exp.
+        """Element size, in bytes, of gradients, optimizer moments, softmax and log-sum-exp.
 
-        These are float32, or float64 for a float64 model.
+        They are float32, or float64 in a float64 model.
         """
         return max(4, self.element_bytes)
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Locations of checkpoints and of other weights to start from."""
+    """Flags for checkpoints, and for other weights to start from."""
 
     save: PathOf[str | None] = None
     """Directory for checkpoints, or a URL such as s3://bucket/run (needs the extra `store`). The
-    run also saves at its end and on SIGTERM."""
+    run also saves when it ends and on SIGTERM."""
 
     # Start of a run. `checks.py` refuses conflicting flags, such as --load with --load-hf.
     load: PathOf[str | None] = None
-    """Checkpoint directory or URL to resume from, on the same or a different grid."""
+    """Checkpoint directory or URL to resume from, on the same grid or a different one."""
 
     load_hf: PathOf[str | None] = None
-    """Hugging Face folder to take the model, its weights and the tokenizer from. The run starts at
+    """Hugging Face folder that provides the model, its weights and the tokenizer. The run starts at
     step 0 with a new optimizer. Ignored if --auto-resume finds a checkpoint."""
 
     vision_from_hf: PathOf[str | None] = None
-    """Molmo2 folder whose vision tower, and connector weights of matching shape, are added to the
-    text model of --load-hf. `none` initialises a new vision tower from the --vision flags. Both add
-    embedding rows for image tokens (--additional-vocab-size, 128)."""
+    """Molmo2 folder whose vision tower and connector are added to the text model of --load-hf;
+    connector weights of a different shape are not loaded. `none` initialises a new vision tower
+    from the --vision flags. Both add 128 embedding rows for image tokens
+    (--additional-vocab-size)."""
 
     load_adapter: PathOf[str | None] = None
-    """Folder of a LoRA adapter in peft's format to start from, together with --load-hf."""
+    """Folder of a LoRA adapter in peft's format to start from. Needs --load-hf."""
 
     # Restarts: a job script repeats the same command line, so --auto-resume wins over --load-hf
     auto_resume: bool = False
     """Resume from the newest checkpoint in --save, for runs that a job queue or torchrun
-    --max-restarts restarts. Without a checkpoint, start from --load, --load-hf or step 0 and log
-    it."""
+    --max-restarts may restart. If there is no checkpoint, log this and start from --load, --load-hf
+    or step 0."""
 
     finetune: bool = False
-    """Load only the weights of --load, and start at step 0 with a new optimizer, on any data."""
+    """Load only the weights from --load, and start at step 0 with a new optimizer, on any data."""
 
     save_interval: NotNegative[int] = 0
     """Number of steps between checkpoints; 0 saves only at the end."""
 
     keep_last: NotNegative[int] = 0
-    """Number of newest checkpoints to keep; 0 keeps all."""
+    """Number of most recent checkpoints to keep; 0 keeps all."""
 
     async_save: bool = False
-    """Write checkpoints in the background from a copy in memory. A failed write ends the run at the
-    next step."""
+    """Write checkpoints in the background, from a copy in memory. A failed write ends the run at
+    the next step."""
 
 
 @dataclass(frozen=True)
 class LogConfig:
-    """Log destinations."""
+    """Flags for logging."""
 
     log_interval: Positive[int] = 1
     """Number of steps between console lines."""
 
     log_file: PathOf[str | None] = None
-    """JSONL file with one line per step (default: log.jsonl in a local --save, else
-    megacp_log.jsonl). /dev/null disables it."""
+    """JSONL file with one line per step; /dev/null disables it. None means log.jsonl in a local
+    --save, otherwise megacp_log.jsonl."""
 
     # Optional loggers. A missing package is reported before training starts.
     tensorboard_dir: PathOf[str | None] = None
@@ -290,42 +293,46 @@ class LogConfig:
     """Weights & Biases project to log to (needs the extra `log`)."""
 
     trackio_project: str | None = None
-    """Trackio project to log to, locally or in the Space of TRACKIO_SPACE_ID (needs the package
-    `trackio`)."""
+    """Trackio project to log to, locally or in the Space given by TRACKIO_SPACE_ID (needs the
+    package `trackio`)."""
 
     profile: str | None = None
-    """Profile the steps START:STOP, both included. Rank 0 writes a trace (Chrome JSON). The log
-    reports the time of each phase over the ranks, and the slowest rank."""
+    """Profile steps START:STOP, both included. Rank 0 writes a trace (Chrome JSON). The log reports
+    the time of each phase across ranks, and the slowest rank."""
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Training and validation packs. Each dataset records its tokenizer and packing rules."""
+    """Flags for training and validation data.
+
+    Each dataset records its own tokenizer and packing rules.
+    """
 
     data_path: PathOf[DataPath | None] = None
-    """Packed dataset: a directory written by tools/preprocess_data.py or its URL (needs the extra
-    `store`), or several with weights, such as `0.7 captions 0.3 text`. If not set, the run trains
-    on random mock packs."""
+    """Packed dataset: a directory written by tools/preprocess_data.py, or its URL (needs the extra
+    `store`). Several datasets need weights, such as `0.7 captions 0.3 text`. If not set, the run
+    trains on random mock packs."""
 
     valid_data_path: PathOf[DataPath | None] = None
-    """Packed dataset for validation: a directory or URL, or several with weights."""
+    """Packed validation dataset: a directory or URL, or several datasets with weights."""
 
     seq_length: Positive[int] = 512
-    """Tokens per pack. If not set, a run takes the length from --data-path."""
+    """Number of tokens per pack. If you do not set it, the run uses the length stored in
+    --data-path."""
 
     attention_mask: Literal["packed", "causal"] = "packed"
-    """Attention mask of a pack. packed separates its documents; causal treats the whole pack as one
-    document."""
+    """Attention mask within a pack. packed keeps documents separate; causal treats the whole pack
+    as one document."""
 
     image_attention: Literal["example", "image", "causal"] = "example"
-    """Image tokens that attend to each other in both directions: all tokens of a document (example,
-    as in Molmo2), tokens of the same image or frame (image), or none (causal)."""
+    """Image tokens that attend to each other in both directions: those in the same document
+    (example, as in Molmo2), those in the same image or frame (image), or none (causal)."""
 
     on_bad_image: Literal["fail", "skip"] = "fail"
-    """Reaction to an image that cannot be decoded: fail ends the run; skip drops the whole document
-    and logs it."""
+    """What to do about an image that cannot be decoded: fail ends the run; skip drops the whole
+    document and logs it."""
 
     num_workers: NotNegative[int] = 1
     """Number of threads that read packs and decode images, each for a different future step. 0
-    reads them only when they are needed. Each rank caches up to 512 MiB of videos and frames that
+    reads packs only when they are needed. Each rank caches up to 512 MiB of videos and frames that
     several rows use."""

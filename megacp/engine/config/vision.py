@@ -1,11 +1,11 @@
 """Flags of the vision tower, and the table of vision families.
 
-To add a family, add a row to `VISION_FAMILIES` and:
+To add a family, add a row to `VISION_FAMILIES`, and also:
 
 - preprocessing rules in `training/data/vision`,
-- sizes and costs of tower and connector in `engine/layers/vision.py`,
+- sizes and costs of its tower and connector in `engine/layers/vision.py`,
 - their modules in `engine/models/multimodal.py`,
-- tensor names of Hugging Face folders in `huggingface/convert`.
+- the tensor names in its Hugging Face folders in `huggingface/convert`.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ POOLED_PATCHES = 4
 
 @dataclass(frozen=True)
 class VisionFamily:
-    """Properties that all towers of a family share."""
+    """Properties shared by all vision towers of a family."""
 
     has_grids: bool = False
-    """Whether images have any shape, and each patch counts as a crop. If False, crops are squares
-    of patches.
+    """Whether images may have any shape. Each patch then counts as a crop. If False, crops are
+    squares of patches.
     """
     frames: int = 1
-    """Number of video frames that a patch covers."""
+    """Number of video frames per patch."""
     replaces: bool = False
-    """Whether features replace the embeddings of their tokens. If False, they are added to them."""
+    """Whether image features replace the token embeddings. If False, they are added to them."""
     is_causal: bool = False
     """Whether attention among image tokens is causal."""
     has_feature_layers: bool = False
-    """Whether the tower returns the outputs of --vision-feature-layers. If False, it returns the
-    output of its last layer.
+    """Whether the tower returns the outputs of --vision-feature-layers. If False, it returns only
+    its last layer's output.
     """
     head_multiple: int = 1
-    """Required divisor of the head width. It is 4 for rotary angles by row and column, because each
-    angle rotates a pair of dimensions.
+    """Required divisor of the head width. It is 4 if rotary angles follow rows and columns, because
+    each angle rotates a pair of dimensions.
     """
     token_rows: int = 0
-    """Number of embedding rows for image tokens that the text vocabulary lacks."""
+    """Number of embedding rows for image tokens that are not in the text vocabulary."""
 
 
 VISION_FAMILIES: dict[str, VisionFamily] = {
@@ -51,67 +51,69 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
         has_grids=True, frames=2, replaces=True, is_causal=True, head_multiple=4
     ),
 }
-"""Rows of `--vision-family`."""
+"""Choices of `--vision-family`."""
 
 
 @dataclass(frozen=True)
 class VisionConfig:
-    """The vision tower (a ViT), the connector that pools its patches, and frozen parts.
+    """Flags for the vision tower (a ViT), the connector that pools its patches, and frozen parts.
 
-    If `vision_num_layers` is 0, the model has no tower and the other fields have no effect. The
+    If `vision_num_layers` is 0, the model has no tower, and the other fields have no effect. The
     connector has the same width as the tower.
     """
 
     vision_num_layers: Annotated[int, Range(0, MAX_LAYERS)] = 0
-    """Number of blocks of the vision tower (Molmo2: 25). 0 trains a language model without vision.
-    """
+    """Number of blocks in the vision tower (Molmo2: 25). 0 trains a language model without
+    vision."""
 
     vision_family: Literal["molmo2", "qwen3_5"] = "molmo2"
-    """Type of the vision tower. molmo2 encodes square crops, and its connector pools windows of
-    patches from two layers by attention. qwen3_5 encodes whole images of any shape with patches of
-    two frames, and its connector concatenates 2 x 2 patches."""
+    """Type of the vision tower. molmo2 encodes square crops; its connector uses attention to pool
+    windows of patches from two layers. qwen3_5 encodes whole images of any shape, with patches that
+    cover two frames; its connector concatenates 2 x 2 patches."""
 
     vision_hidden_size: Positive[int] = 1152
-    """Width of the vision tower, and of the connector's attention output."""
+    """Width of the vision tower and of the connector's attention output."""
 
     vision_ffn_hidden_size: Positive[int] = 4304
-    """Width of the hidden layer of the tower's MLPs."""
+    """Width of the hidden layer in the tower's MLPs."""
 
     vision_num_attention_heads: Positive[int] = 16
-    """Number of query heads of the tower."""
+    """Number of query heads in the vision tower."""
 
     # Images
     vision_patch_size: Positive[int] = 14
     """Side length of a patch in pixels."""
 
     vision_image_size: Positive[int] = 378
-    """Side length of a crop in pixels; a crop has (image size / patch size)^2 patches. For qwen3_5,
-    side length of the square whose learned positions are resampled for each image (768)."""
+    """Side length of a crop in pixels; a crop has (image size / patch size)^2 patches. For qwen3_5:
+    side length of the square whose learned position embeddings are resampled for each image
+    (768)."""
 
     # Connector
     vision_feature_layers: Annotated[tuple[int, int], Range(-(2**31), 2**31 - 1)] = (-1, -7)
-    """Two layers whose outputs go to the connector, in this order. Numbers count from 0, or from
-    the end with -1 as the last layer. One of them must be the last layer."""
+    """Two layers whose outputs the connector receives, in this order. Layers are numbered from 0;
+    negative numbers count from the end, so -1 is the last layer. One of the two must be the last
+    layer."""
 
     connector_ffn_hidden_size: Positive[int | None] = None
-    """Hidden width of the SwiGLU projector from pooled patches to the decoder (default:
-    --ffn-hidden-size)."""
+    """Hidden width of the SwiGLU projector from pooled patches to the decoder. None means
+    --ffn-hidden-size."""
 
-    # Training of the parts. --lora-rank freezes all of them, whatever --freeze says.
+    # Training of the parts. --lora-rank freezes all of them, regardless of --freeze.
     freeze: str | None = None
-    """Parts to freeze, separated by commas: vision, connector, text (includes embedding and head).
-    Frozen parts have no gradients and no optimizer state."""
+    """Parts to freeze, separated by commas: vision, connector, text (includes embedding and output
+    head). Frozen parts have no gradients and no optimizer state."""
 
     vision_lr_multiplier: AboveZero[float] = 1.0
-    """Factor of the learning rate for the vision tower."""
+    """Learning rate of the vision tower, as a multiple of --lr."""
 
     connector_lr_multiplier: AboveZero[float] = 1.0
-    """Factor of the learning rate for the connector."""
+    """Learning rate of the connector, as a multiple of --lr."""
 
     # Packs of a dataset differ in their number of images, so stages need a typical number
     vision_planned_crops: Positive[int | None] = None
-    """Number of crops per pack to plan pipeline stages and memory for (default: crops that fill a
-    pack with pooled windows of 2 x 2 patches)."""
+    """Number of crops per pack to assume when planning pipeline stages and memory. If not set, the
+    plan assumes enough crops to fill a pack with pooled windows of 2 x 2 patches."""
 
     @property
     def patches_per_side(self) -> int:
@@ -120,12 +122,12 @@ class VisionConfig:
 
     @property
     def patches_per_crop(self) -> int:
-        """Number of learned positions; for molmo2 the number of patches per crop."""
+        """Number of learned positions, which for molmo2 is the number of patches per crop."""
         return self.patches_per_side**2
 
     @property
     def family(self) -> VisionFamily:
-        """Row of `vision_family`."""
+        """Properties of the chosen `vision_family`."""
         return VISION_FAMILIES[self.vision_family]
 
     @property
@@ -141,7 +143,7 @@ class VisionConfig:
 
     @property
     def smallest_image(self) -> tuple[int, int]:
-        """Crops and pooled tokens of the smallest image, with windows of 2 x 2 patches."""
+        """Number of crops and pooled tokens of the smallest image, for windows of 2 x 2 patches."""
         if self.family.has_grids:
             return (POOLED_PATCHES, 1)
         # an odd last row or column of patches makes smaller windows, so round up
@@ -150,16 +152,16 @@ class VisionConfig:
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        """Layers whose outputs go to the connector, counted from 0."""
+        """Layers whose outputs are passed to the connector, counted from 0."""
         # -1 % layers is the last layer
         return tuple(layer % self.vision_num_layers for layer in self.vision_feature_layers)
 
     @property
     def frozen(self) -> tuple[str, ...]:
-        """Words of `freeze`."""
+        """Frozen parts that `freeze` lists."""
         return tuple((self.freeze or "").replace(",", " ").split())
 
     @property
     def vision_head_dim(self) -> int:
-        """Width of a head, both in the tower and in the attention that pools patches."""
+        """Width of a head, both in the tower and in the connector's attention."""
         return self.vision_hidden_size // self.vision_num_attention_heads

@@ -1,22 +1,27 @@
-"""Conversion of a configuration to YAML text and back. The keys are the flags, without sections.
+"""Conversion of a configuration to YAML text and back. The keys are flag names, without sections.
 
-`from_yaml(to_yaml(config)) == config` exactly. An error for a wrong key or type names the file and
-the nearest valid key. Values do not pass through tyro, which would read the text `None` as a
-missing value and accept 7 as the name of a directory.
+`from_yaml(to_yaml(config))` returns exactly `config`. Errors report the file, and for an unknown
+key the nearest valid one. YAML values bypass tyro, which would read the text `None` as a missing
+value and accept 7 as a directory name.
 """
 
 from __future__ import annotations
 
-import difflib
 import re
 import reprlib
 import typing
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
+from megacp.engine.config.other_programs import (
+    ACCEPTED,
+    Translated,
+    advice,
+    nearest,
+    our_value,
+)
 from megacp.engine.config.run import (
     FieldInfo,
     RunConfig,
@@ -31,22 +36,22 @@ from megacp.storage.files import read_regular
 from megacp.storage.place import at_home
 from megacp.storage.wording import listed
 
-# PyYAML follows YAML 1.1, in which a number with an exponent needs a dot and a sign (`3.0e-4`)
+# PyYAML implements YAML 1.1, where a number with an exponent needs a dot and a sign (`3.0e-4`)
 _FLOAT = (
     "tag:yaml.org,2002:float",
     re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+\Z"),
     list("-+.0123456789"),
 )
-"""`3e-4` and `1.5e8`, which YAML 1.1 would read as strings."""
+"""Resolver for numbers such as `3e-4` and `1.5e8`, which YAML 1.1 would read as strings."""
 
 
 LARGEST_CONFIG = 1 << 20
 """Size limit of a --config file in bytes."""
 _MOST_REASONS = 20
-"""Largest number of problems that an error message lists."""
+"""Maximum number of problems in an error message."""
 _SHOWN = 200
-"""Largest number of characters of a key or a value in a message."""
-# Shows only the beginning of a value: YAML aliases can make a value far larger than its file.
+"""Maximum length of a key or a value in an error message."""
+# Messages show only the beginning of a value: YAML aliases can make it far larger than its file.
 _brief = reprlib.Repr()
 _brief.maxstring = _SHOWN
 _brief.maxother = _SHOWN
@@ -58,13 +63,13 @@ _brief.maxlevel = 2
 class _Loader(yaml.SafeLoader):
     """SafeLoader that reads `3e-4` as a number and refuses repeated keys.
 
-    For a repeated key PyYAML would silently keep the last value.
+    PyYAML itself would silently keep the last value of a repeated key.
     """
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         names = set[str]()
         for key, _ in node.value:
-            # any other key is a list or a mapping, which PyYAML refuses below
+            # other keys are lists or mappings, which PyYAML refuses below
             if not isinstance(key, yaml.ScalarNode):
                 continue
             if key.value in names:
@@ -88,9 +93,9 @@ def _repeated(name: str) -> str:
 
 
 def load_yaml(text: str | bytes, source: str) -> Any:
-    """Return the value of a YAML text; None for an empty text.
+    """Parse YAML text and return its value; None for an empty text.
 
-    Raise ValueError that names `source` and, if known, the line.
+    Raise ValueError, with `source` and the line if known, if the text is not valid YAML.
     """
     try:
         return yaml.load(text, _Loader)
@@ -100,7 +105,7 @@ def load_yaml(text: str | bytes, source: str) -> Any:
         problem = error.problem or error.context
         raise ValueError(f"{source}: not valid YAML{line}: {problem}") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        # for example a date such as 2026-13-45, or lists nested a thousand times
+        # for example for a date such as 2026-13-45, or for lists nested a thousand times
         problem = " ".join(str(error).split())[:200]
         raise ValueError(f"{source}: not valid YAML: {problem}") from error
 
@@ -123,11 +128,11 @@ def to_yaml(config: RunConfig) -> str:
 
 
 def from_yaml(text: str, source: str = "YAML") -> RunConfig:
-    """Return the configuration of a text that a run wrote; missing flags have their defaults.
+    """Return the configuration in a YAML text that a run wrote; missing flags get their defaults.
 
-    Keys may have underscores or dashes. Flags in `RETIRED`, from older releases, are skipped: such
-    a text also contains every value that followed from them. Raise ValueError that lists all
-    invalid keys and values, each with `source`.
+    Keys may contain underscores or dashes. Flags of older releases (`RETIRED`) are skipped, because
+    the text also contains every value derived from them. Raise ValueError that lists all invalid
+    keys and values, each with `source`.
     """
     content = load_yaml(text, source)
     if isinstance(content, dict):
@@ -138,11 +143,32 @@ def from_yaml(text: str, source: str = "YAML") -> RunConfig:
 def values_of_file(path: str) -> dict[str, Value]:
     """Return the values of a `--config` file by field name.
 
-    Raise ValueError if the file cannot be read or has invalid keys or values.
+    Raise ValueError if the file cannot be read or contains invalid keys or values.
     """
+    return _values(*_content(path))
+
+
+def accepted_of_file(path: str) -> Translated:
+    """Return the keys of a `--config` file that other programs use and a run does not need.
+
+    Raise ValueError if the file cannot be read.
+    """
+    found = Translated()
+    content, _ = _content(path)
+    if not isinstance(content, dict):  # an empty file, or an error that `values_of_file` reports
+        return found
+    given = {_name(key) for key in content}
+    for key, value in content.items():
+        if _name(key) in ACCEPTED and not isinstance(value, dict):
+            found.take(_name(key), flag(_name(key)), value, given)
+    return found
+
+
+def _content(path: str) -> tuple[Any, str]:
+    """Return the content of a `--config` file, and its name in messages."""
     source = f"--config {path}"
     try:
-        return _values(load_yaml(read_regular(at_home(path), LARGEST_CONFIG), source), source)
+        return load_yaml(read_regular(at_home(path), LARGEST_CONFIG), source), source
     except OSError as error:
         raise ValueError(f"{source}: cannot be read: {error.strerror}") from error
 
@@ -157,10 +183,13 @@ def _values(content: Any, source: str) -> dict[str, Value]:
         )
     reasons: list[str] = []
     values: dict[str, Value] = {}
+    # values that follow from accepted keys of other programs
+    implied: dict[str, Value] = {}
+    given = {_name(key) for key in content}
     for key, value in content.items():
-        name = str(key).replace("-", "_")
-        # The file is probably not a config. Only count further problems, because the search for
-        # the nearest key takes time.
+        name = _name(key)
+        # With this many problems, the file is probably not a config. Only count the remaining
+        # ones, because searching for the nearest key takes time.
         if len(reasons) >= _MOST_REASONS:
             reasons.append("")
             continue
@@ -173,17 +202,40 @@ def _values(content: Any, source: str) -> dict[str, Value]:
         if name in values:  # spelled once with dashes and once with underscores
             reasons.append(f"{source}: {_repeated(name)}")
             continue
+        # a section with such a name, such as `optimizer`, gets advice for its keys below
+        if name in ACCEPTED and not isinstance(value, dict):
+            accepted = Translated()
+            implied.update(accepted.take(name, name, value, given))
+            reasons += [f"{source}: {problem}" for problem in accepted.problems]
+            continue
         if name not in fields():
-            near = nearest(name[:100], fields())
-            reasons.append(f"{source}: unknown key {_brief.repr(key)}{near}")
+            hint = _inside(name, value) or advice(name[:_SHOWN]) or nearest(name, fields())
+            reasons.append(f"{source}: unknown key {_brief.repr(key)}{hint}")
             continue
         try:
-            values[name] = _convert(value, fields()[name])
+            values[name] = _convert(our_value(name, value), fields()[name])
         except ValueError as error:
             reasons.append(f"{source}: {key}: {error}")
     if reasons:
         raise ValueError(listed(reasons, _MOST_REASONS, "\n"))
-    return values
+    return {**implied, **values}
+
+
+def _name(key: Any) -> str:
+    """Return the spelling of a field for a key of a file, which may have dashes."""
+    return str(key).replace("-", "_")
+
+
+def _inside(section: str, value: Any) -> str:
+    """Return advice for an unknown key whose value is a section of keys; "" for other values."""
+    if not isinstance(value, dict):
+        return ""
+    parts = [": keys have no sections here"]
+    for key in list(value)[:_MOST_REASONS]:
+        hint = advice(f"{section}.{key}"[:_SHOWN])
+        if hint:
+            parts.append(f"{_brief.repr(key)}{hint}")
+    return "; ".join(parts)
 
 
 @dataclass(frozen=True)
@@ -191,54 +243,24 @@ class Retired:
     """A flag that no longer exists."""
 
     default: Value
-    """Its former default. A file may still set this value, which has no effect."""
+    """Former default. A file may still set this value, without effect."""
     instead: str
-    """Advice for the error message about any other value."""
+    """Advice in the error message for any other value."""
 
 
 RETIRED = {
     "parallel": Retired(
         "given",
-        "plan a layout with `megacp-plan --output best.yaml` and start the run with "
+        "plan a parallel layout with `megacp-plan --output best.yaml` and start the run with "
         "`--config best.yaml`; the scripts in examples/ do both if LAYOUT=auto is set",
     ),
 }
-"""Flags of older releases, by name. Their checkpoints and files can still be read."""
-
-# Checked before the search for similar names
-ELSEWHERE = {
-    "learning_rate": "lr",
-    "lr_scheduler_type": "lr_decay_style",
-    "max_grad_norm": "clip_grad",
-    "max_steps": "train_iters",
-    "gradient_accumulation_steps": "global_batch_size",
-    "cutoff_len": "seq_length",
-    **dict.fromkeys(("bf16", "fp16"), "dtype bfloat16"),
-    "gradient_checkpointing": "recompute_granularity",
-    **dict.fromkeys(("deepspeed", "fsdp"), "data_parallel_sharding_strategy"),
-    "model_name_or_path": "load_hf",
-    "adapter_name_or_path": "load_adapter",
-    "resume_from_checkpoint": "load",
-    "output_dir": "save",
-}
-"""Flags of TRL, transformers and LLaMA-Factory whose names here are too different for difflib."""
-
-
-def nearest(name: str, names: Iterable[str], as_flag: bool = False) -> str:
-    """Return `, did you mean ...?` with the nearest of `names`; an empty text if none is close."""
-    if name in ELSEWHERE:
-        close = [ELSEWHERE[name]]
-    else:
-        close = difflib.get_close_matches(name, list(names), 1, 0.5)
-    if not close:
-        return ""
-    shown = flag(close[0]) if as_flag else close[0]
-    return f", did you mean {shown}?"
+"""Flags of older releases, by name, so that checkpoints and files with them can still be read."""
 
 
 def _convert(value: Any, info: FieldInfo) -> Value:
     """Convert a YAML value to the type of a field. Raise ValueError if the type does not match."""
-    # a hint such as `NotNegative[int | Literal["auto"]]` has parts and words
+    # `NotNegative[int | Literal["auto"]]` has the parts int and Literal, and the word "auto"
     parts = union_types(info.hint)
     words = info.words
     if isinstance(value, bool):
@@ -254,7 +276,7 @@ def _convert(value: Any, info: FieldInfo) -> Value:
     if isinstance(value, list) and tuple[str, ...] in parts:
         if all(type(x) in (str, int, float) for x in value):
             return tuple(map(str, value))
-    # for `int | None` the first part is int; for `tuple[int, int] | None` the sizes are (int, int)
+    # the first part of `int | None` is int; the sizes of `tuple[int, int] | None` are (int, int)
     kind = parts[0]
     sizes = typing.get_args(kind)
     if typing.get_origin(kind) is tuple and isinstance(value, (list, tuple)):
@@ -268,7 +290,7 @@ def _convert(value: Any, info: FieldInfo) -> Value:
         return value
     shown = _brief.repr(value)
     if typing.get_origin(kind) is typing.Literal:
-        raise ValueError(f"got {shown}, allowed are {', '.join(words)}")
+        raise ValueError(f"got {shown}; use one of {', '.join(words)}")
     names = {
         int: "a whole number",
         float: "a number",

@@ -1,1 +1,1 @@
-"""Gradient buckets and full sharding."""
+"""Data parallelism: gradient buckets and full sharding."""

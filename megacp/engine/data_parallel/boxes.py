@@ -1,9 +1,10 @@
 """Conversion of flat parameter slices to boxes of named global tensors, for checkpoints.
 
 A checkpoint consists of entries `(global name, global shape, offsets, values)` and does not depend
-on the grid: any grid can read the checkpoint of any other grid. A range of a row-major array is a
-few boxes: part of a row, whole rows, part of a row. A partial row splits in the same way. A ZeRO
-slice can therefore begin anywhere in a matrix and is saved and loaded without a gather.
+on the grid: any grid can read the checkpoint of any other grid. A range of a row-major array
+consists of a few boxes: part of a row, whole rows, and part of a row. Partial rows are split in the
+same way. A ZeRO slice can therefore begin anywhere in a matrix, and is saved and loaded without a
+gather.
 """
 
 from __future__ import annotations
@@ -23,17 +24,16 @@ OPTIMIZER = "optimizer"
 
 @dataclass(frozen=True)
 class TensorBox:
-    """A box of one global tensor, to save from or to load into `tensor`."""
+    """A box of one global tensor, to be saved from or loaded into `tensor`."""
 
     name: str
-    """Kind and parameter name.
-
-    Examples: `model.layers.3.mlp.down.weight`, `optimizer.exp_avg.final_norm.weight`.
+    """Kind and parameter name, such as `model.layers.3.mlp.down.weight` or
+    `optimizer.exp_avg.final_norm.weight`.
     """
     global_shape: tuple[int, ...]
     offsets: tuple[int, ...]
     tensor: torch.Tensor
-    """A view in the shape of the box. Loading writes through it to the parameter or the state."""
+    """A view with the shape of the box. Loading writes through it to the parameter or the state."""
 
 
 def split_range(
@@ -41,7 +41,7 @@ def split_range(
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Return the boxes (offsets, extents) of elements `[low, high)` of a row-major array.
 
-    There are at most `2 * len(shape) - 1` boxes. Their row-major contents, concatenated, are the
+    There are at most `2 * len(shape) - 1` boxes. Concatenating their row-major contents gives the
     contents of the range.
     """
     if low >= high:
@@ -49,19 +49,19 @@ def split_range(
     if not shape:  # a scalar
         return [((), ())]
     row = math.prod(shape[1:])
-    # the range contains the whole rows [first, last)
+    # rows [first, last) are completely in the range
     first = -(-low // row)
     last = high // row
     if first > last:  # the range is inside one row
         return _inside(shape, last, low - last * row, high - last * row)
     boxes = []
-    if low < first * row:  # the end of the row before the whole rows
+    if low < first * row:  # the end of the row before the complete rows
         before = first - 1
         boxes += _inside(shape, before, low - before * row, row)
     if first < last:
         offsets = (first, *[0] * (len(shape) - 1))
         boxes.append((offsets, (last - first, *shape[1:])))
-    # the beginning of the row after the whole rows; empty if the range ends with a whole row
+    # the beginning of the row after the complete rows; empty if the range ends with one of these
     return boxes + _inside(shape, last, 0, high - last * row)
 
 
@@ -74,9 +74,9 @@ def _inside(
 
 
 def boxes_of_slice(kind: str, part: ParameterSlice) -> list[TensorBox]:
-    """Return the boxes of the global tensors `kind.<name>` in a slice.
+    """Return the boxes of global tensors `kind.<name>` that a slice contains.
 
-    Rows that belong to no piece (padding) are in no box.
+    Padding, which belongs to no piece, is not part of any box.
     """
     boxes = []
     row = math.prod(part.shape[1:])
@@ -101,10 +101,10 @@ def boxes_to_save(
     state: Mapping[str, Iterable[ParameterSlice]],
     counts: Callable[[ParameterSpec], bool],
 ) -> list[TensorBox]:
-    """Return the boxes that this rank writes, without copies.
+    """Return the boxes that this rank writes, which exclude uncounted copies.
 
-    `model` and `state` are the rank's slices of the parameters and of the optimizer state. With
-    `ShardedParameters.counts`, the ranks together write every element of every global tensor once.
+    `model` and `state` are this rank's slices of parameters and of optimizer state. If `counts` is
+    `ShardedParameters.counts`, all ranks together write every element of every global tensor once.
     """
     kinds = {MODEL: model}
     for name, parts in state.items():
@@ -120,8 +120,8 @@ def boxes_to_save(
 def boxes_to_load(
     model: Iterable[ParameterSlice], state: Mapping[str, Iterable[ParameterSlice]]
 ) -> list[TensorBox]:
-    """Return the boxes that this rank reads, including copies.
+    """Return the boxes that this rank reads, which include copies.
 
-    `model` and `state` are the rank's complete parameters and its slices of the optimizer state.
+    `model` are this rank's complete parameters, and `state` its slices of the optimizer state.
     """
     return boxes_to_save(model, state, lambda spec: True)

@@ -1,15 +1,15 @@
-"""Full sharding (ZeRO-3) of parameters, gradients and optimizer state by torch's `fully_shard`.
+"""Full sharding (ZeRO-3) of parameters, gradients and optimizer state with torch's `fully_shard`.
 
 Parameters are sharded over dp x cp, and experts over the ranks that have the same experts. A part
 is a block, the vision encoder, the embedding or the head, and exists unsharded only while it
-computes. The optimizer updates its shard directly, in float32 for a 16-bit model, so no separate
-master weights exist. After every backward, gradients are summed over the ranks and added to this
-rank's shard.
+computes. The optimizer updates its shard directly, in float32 for a 16-bit model, so there are no
+separate master weights. After every backward pass, gradients are summed over the ranks and added to
+this rank's shard.
 
-Without a pipeline, a part is gathered for its forward and again for its backward, each time while
-the previous part computes. A pipeline stage computes other microbatches in between. Its chunks are
-therefore gathered and freed by actions of the schedule. The model is sharded part by part while it
-is built, so no rank ever stores the complete model.
+Without a pipeline, a part is gathered for its forward pass and again for its backward pass, each
+time while the previous part computes. A pipeline stage computes other microbatches in between, so
+actions of the schedule gather and free its chunks. The model is sharded part by part while it is
+built, so no rank ever stores the complete model.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from megacp.engine.layers.table import DATA
 def _slices(
     spec: ParameterSpec, shape: tuple[int, ...], start: int, values: torch.Tensor
 ) -> list[ParameterSlice]:
-    """Return the slice `[start, start + n)` of a flattened parameter; an empty list if n is 0."""
+    """Return the slice `[start, start + n)` of a flattened parameter as a list; empty if n is 0."""
     return [ParameterSlice(spec, shape, start, values)] if values.numel() else []
 
 
 class FullShards(ShardedParameters):
     """Shards of all parts of the model.
 
-    While the chunks are built, call `add` for each part in order, and last for the chunk itself.
-    `narrow` is the dtype in which the model computes. With `by_schedule`, only `unshard` and
-    `reshard` gather and free parameters: whole chunks instead of single parts.
+    While building a chunk, call `add` for each of its parts in order, and finally for the chunk
+    itself. `narrow` is the dtype in which the model computes. With `by_schedule`, only `unshard`
+    and `reshard` gather and free parameters, whole chunks at a time instead of parts.
     """
 
     def __init__(
@@ -70,21 +70,22 @@ class FullShards(ShardedParameters):
         self._reading: list[torch.Tensor] = []  # narrow copies of `shards` while a checkpoint loads
 
     def add(self, module: nn.Module, role: str) -> list[ParameterSlice]:
-        """Shard the parameters of `module` that are in no part yet, and register them as one part.
+        """Shard the parameters of `module` that are in no part yet, and register them as a part.
 
-        Each parameter is sharded over its reduce axis. Return this rank's slices; their values are
-        not initialised yet. Roles change when the part is freed:
+        Each parameter is sharded over its reduce axis. Return this rank's slices, whose values are
+        not initialised yet. The role determines when the part is gathered and freed:
 
-        * The backward of an "embedding" needs no parameters.
-        * The backward of a "head" directly follows its forward, so the head stays gathered.
+        * The backward pass of an "embedding" needs no parameters.
+        * The backward pass of a "head" directly follows its forward pass, so the head stays
+          gathered in between.
         * A "chunk" contains the parts added before it; its remaining parameters stay gathered
-          during its whole forward.
+          during its whole forward pass.
         """
         before = own_parameters(module)
         wide = accumulation_dtype(self.narrow)
         specs = {name: (spec_of(p), tuple(p.shape)) for name, p in before.items()}
         for parameter in before.values():
-            # the shard becomes the master weight, so widen it before sharding
+            # the shard will be the master weight, so widen the parameter before sharding
             if parameter.requires_grad:
                 parameter.data = parameter.data.to(wide)
         axes = {}
@@ -93,7 +94,7 @@ class FullShards(ShardedParameters):
             axes[parameter] = self.axes[spec.reduced_over]
         part = shard_module(module, axes, self.axes[DATA], self.narrow, wide)
         held: list[ParameterSlice] = []
-        # sharding has replaced the parameters, so ask for them again
+        # sharding has replaced the parameters, so look them up again
         for name, parameter in own_parameters(module).items():
             spec, shape = specs[name]
             axis = self.axes[spec.reduced_over]
@@ -108,7 +109,7 @@ class FullShards(ShardedParameters):
             else:
                 self._frozen.append(shard)
             held += shard.slices_of(shard.values)
-        # decide when torch frees and gathers the part; the default is around each pass
+        # set when torch gathers and frees the part; by default, around each pass
         if self.by_schedule or role in ("head", "chunk"):
             part.set_reshard_after_forward(False, recurse=False)
         if self.by_schedule:
@@ -126,7 +127,7 @@ class FullShards(ShardedParameters):
 
     def unshard(self, chunk: int) -> None:
         for part in self._chunks[chunk]:
-            part.unshard(async_op=True)  # torch waits for it in the part's forward
+            part.unshard(async_op=True)  # torch waits for it in the part's forward pass
 
     def reshard(self, chunk: int) -> None:
         for part in self._chunks[chunk]:
@@ -141,7 +142,7 @@ class FullShards(ShardedParameters):
         for parameter, shard in zip(self._trained, self.shards, strict=True):
             if parameter.grad is None:
                 sums.append(torch.zeros_like(shard.values))
-            else:  # fully_shard has summed it over the axis
+            else:  # fully_shard has already summed the gradient over the axis
                 sums.append(local_part(parameter.grad))
         return sums
 
@@ -163,15 +164,15 @@ class FullShards(ShardedParameters):
         return self.parameter_slices()
 
     def parameters_to_load(self) -> list[ParameterSlice]:
-        """Return this rank's part of every parameter, in the model's dtype.
+        """Return this rank's slices of every parameter, in the model's dtype.
 
-        A trained shard in a wider dtype is represented by a copy, which `loaded` converts.
+        If a trained shard has a wider dtype, its slices are a copy, which `loaded` converts.
         """
         self._reading = [shard.values.to(self.narrow) for shard in self.shards]
         return self._slices_of(self._reading)
 
     def loaded(self, masters: bool) -> None:
-        # without master weights in the checkpoint, widen the loaded weights instead
+        # if the checkpoint has no master weights, widen the loaded weights instead
         for shard, narrow in zip(self.shards, self._reading, strict=True):
             if not masters and shard.wide != narrow.dtype:
                 shard.values.copy_(narrow)

@@ -1,9 +1,9 @@
-"""torch's `fully_shard` on `Axis` objects, with plain sums and megacp's collectives.
+"""torch's `fully_shard` for `Axis` objects, with plain sums and megacp's collectives.
 
-megacp's collectives count the traffic. A parameter is sharded by rows, `ceil(rows / ranks)` per
-rank, so the local part is a contiguous piece of the row-major parameter. The last ranks may have
-fewer rows, or none. torch's collectives divide by factors that gloo rejects. Its 2-D mesh reduces
-over replicas once per microbatch instead of once per step.
+megacp's collectives count the traffic, and torch's would divide by factors that gloo rejects. A
+parameter is sharded by rows, with `ceil(rows / ranks)` rows per rank, so the local part is a
+contiguous piece of the row-major parameter. The last ranks may have fewer rows, or none. torch's
+2-D mesh is not used because it reduces over replicas once per microbatch instead of once per step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megacp.distributed.collectives import Pending, gather_into, reduce_scatter_
 from megacp.distributed.grid import Axis, new_group
 
 FullyShardedModule = FSDPModule
-"""Alias of torch's type, for files that do not import torch.distributed."""
+"""Alias of torch's type for files that do not import torch.distributed."""
 
 
 @functools.cache
@@ -36,7 +36,7 @@ def _mesh(group: dist.ProcessGroup, device_type: str) -> FSDPMeshInfo:
 def with_group(axis: Axis) -> Axis:
     """Return the axis with a process group, which torch needs even for a single rank.
 
-    Collective: every rank must call it for the same axes in the same order.
+    Collective: every rank must call this function for the same axes in the same order.
     """
     if axis.group is not None:
         return axis
@@ -44,7 +44,7 @@ def with_group(axis: Axis) -> Axis:
 
 
 class _Arriving(dist.Work):
-    """Adapter from `Pending` to the work handle on which torch waits for gathered parameters."""
+    """Adapter from `Pending` to the work handle with which torch waits for gathered parameters."""
 
     def __init__(self, pending: Pending) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class _Arriving(dist.Work):
 
 
 class _Collective:
-    """A collective in the form that torch calls; it also allocates torch's buffers."""
+    """A collective with the interface that torch expects; it also allocates torch's buffers."""
 
     def __init__(self, start: Callable[[torch.Tensor, torch.Tensor], dist.Work | None]) -> None:
         self._start = start
@@ -88,19 +88,19 @@ def shard_module(
     compute: torch.dtype,
     wide: torch.dtype,
 ) -> FSDPModule:
-    """Shard the parameters of `module`, except parameters of sharded modules inside it.
+    """Shard the parameters of `module` except those of sharded modules inside it, and return it.
 
     Each parameter is sharded over its axis in `axes`, gathered before the module runs, and freed
-    afterwards. All axes need a process group; a module without parameters uses `others`.
-    Parameters keep their dtype. The module computes in `compute` and sums gradients in `wide`.
+    afterwards. All axes need a process group. A module without parameters uses `others`. Parameters
+    keep their dtype. The module computes in `compute` and sums gradients in `wide`.
     """
     device = next(module.parameters()).device.type
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=wide, cast_forward_inputs=False)
     by_group = {axis.group: axis for axis in (*axes.values(), others)}
-    # experts have a different group than the remaining parameters of their module
+    # experts have a different group from the other parameters of their module
 
     def placed(parameter: nn.Parameter) -> Any:
-        # a private class of torch 2.12: import it only if it is needed
+        # a private class of torch 2.12, so import it only if it is needed
         from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
 
         return ShardPlacementResult(Shard(0), _mesh(axes[parameter].group, device))
@@ -110,11 +110,11 @@ def shard_module(
     mesh = _mesh(others.group, device).mesh
     fully_shard(module, mesh=mesh, mp_policy=policy, shard_placement_fn=place)
     assert isinstance(module, FSDPModule)
-    # the loss is already divided by the step's denominator, so sum instead of averaging
+    # the loss is already divided by the step's denominator, so gradients are summed, not averaged
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
     if place is None:
-        # _Collective has the methods of the expected types without inheriting from them
+        # _Collective implements the expected types without inheriting from them
         module.set_custom_all_gather(_gathering(others))  # type: ignore[arg-type]
         module.set_custom_reduce_scatter(_scattering(others))  # type: ignore[arg-type]
         return module
@@ -127,7 +127,7 @@ def shard_module(
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return a module's parameters by name, except parameters of sharded modules inside it."""
+    """Return a module's parameters by name, except those of sharded modules inside it."""
     inner = []  # name prefixes of the sharded modules
     for name, part in module.named_modules():
         if name and isinstance(part, FSDPModule):
@@ -137,7 +137,7 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def shard_of(x: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of a DTensor, sharing its memory; return other tensors unchanged."""
+    """Return this rank's shard of a DTensor, as a view; return other tensors unchanged."""
     return x.to_local() if isinstance(x, DTensor) else x
 
 

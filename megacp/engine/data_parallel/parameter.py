@@ -1,7 +1,7 @@
 """Specs of local parameters: their names, shapes and offsets in the global model.
 
 The spec is attached to the parameter. Initialisation, gradient reduction, the optimizer,
-checkpoints and converters all read it, so none of them needs to know how a layer is sharded.
+checkpoints and converters all use it, so their code does not depend on how a layer is sharded.
 """
 
 from __future__ import annotations
@@ -24,44 +24,45 @@ class TensorSlice:
     """Global name with the global layer index, for example `layers.3.attention.q.weight`."""
     global_shape: tuple[int, ...]
     offsets: tuple[int, ...]
-    """Start of this rank's part in the global tensor, one offset per dimension."""
+    """Offset of this box in the global tensor, per dimension."""
     shape: tuple[int, ...]
-    """Shape of this rank's part. Padded vocabulary rows belong to no piece."""
+    """Shape of this box. Padded vocabulary rows are not part of any box."""
     start: int = 0
-    """First dim-0 row of this part in the local parameter."""
+    """First row (dim 0) of this box in the local parameter."""
 
     def of(self, local: torch.Tensor) -> torch.Tensor:
-        """Return the view of this piece in `local`, a tensor of the parameter's shape."""
+        """Return the view of this box in `local`, a tensor with the parameter's shape."""
         return local[self.start : self.start + self.shape[0]]
 
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """How one local parameter is initialised, reduced, stepped, counted and saved."""
+    """How a local parameter is initialised, reduced, updated, counted and saved."""
 
     pieces: tuple[TensorSlice, ...]
     init: str = "normal"
-    """Initialisation.
+    """Distribution of the initial values.
 
-    `normal` or `uniform` (mean 0, `std`), `zeros`, `ones`, `log_rate` (the log of a rate between
-    0.01 and 16) or `step` (a value that softplus maps to a step between 0.001 and 0.1)."""
+    One of `normal` and `uniform` (mean 0, standard deviation `std`), `zeros`, `ones`, `log_rate`
+    (log of a rate between 0.01 and 16), and `step` (softplus maps the value to a step between 0.001
+    and 0.1)."""
     std: float = 0.02
     treated: Treated = "matrix"
-    """Kind of tensor, which determines its update rule (`Tensor.treated`)."""
+    """Role of the parameter, which determines its update rule (`Tensor.treated`)."""
     weight_decay: bool = True
-    """False for norm weights and biases."""
+    """Whether weight decay applies; False for norm weights and biases."""
     reduced_over: str = DATA
     """Name of the axis over which gradients are summed (`Tensor.reduced_over`)."""
     partial_over: tuple[str, ...] = ()
-    """Other axes over which the gradient is partial: `tp`, `embedding`."""
+    """Other axes over which the gradient must be summed: `tp`, `embedding`."""
     counted: bool = True
-    """Whether this rank counts the parameter in the global gradient norm. One copy counts."""
+    """Whether this rank's copy counts in the global gradient norm; exactly one copy does."""
     lr_multiplier: float = 1.0
-    """Factor of the scheduled learning rate."""
+    """Factor applied to the scheduled learning rate."""
     fused_gradient: bool = False
     """Whether the layer adds its gradient to the parameter's `main_grad`, a view of a bucket.
 
-    Such a layer then calls the parameter's `gradient_added`.
+    The layer then calls the parameter's `gradient_added`.
     """
 
     @classmethod
@@ -72,8 +73,8 @@ class ParameterSpec:
         partial_over: tuple[str, ...] = (),
         counted: bool = True,
     ) -> ParameterSpec:
-        """Return a spec for `pieces` with the properties of `tensor`, except its name and shape."""
-        # learning rate and fused gradients depend on the layer, not on the tensor
+        """Return a spec for `pieces` with all properties of `tensor` except its name and shape."""
+        # learning rate and fused gradients depend on the layer, so the tensor does not specify them
         return cls(
             tuple(pieces),
             init=tensor.init,
@@ -87,7 +88,7 @@ class ParameterSpec:
 
     @property
     def rule(self) -> str:
-        """Name of the update rule."""
+        """Name of the parameter's update rule."""
         return STEPPED_BY[self.treated]
 
 
@@ -95,20 +96,20 @@ Attached = TypeVar("Attached", bound=torch.Tensor)
 
 
 def attach(parameter: Attached, spec: ParameterSpec) -> Attached:
-    """Attach a spec to a parameter, or to another tensor for checkpoints, and return the tensor."""
-    # the parameter may have more rows than its pieces: padding
+    """Attach a spec to a parameter, or to another saved tensor, and return the tensor."""
+    # the parameter may have more rows than its pieces, because of padding
     rows = sum(piece.shape[0] for piece in spec.pieces)
     assert rows <= parameter.shape[0], (
         f"{[p.name for p in spec.pieces]} need {rows} rows, but the parameter has shape "
         f"{tuple(parameter.shape)}"
     )
-    parameter.megacp_spec = spec  # type: ignore[attr-defined]  # ours, on a parameter of torch
+    parameter.megacp_spec = spec  # type: ignore[attr-defined]  # our own attribute
     return parameter
 
 
 def spec_of(parameter: torch.Tensor) -> ParameterSpec:
     """Return the spec of a parameter; every parameter of a megacp model has one."""
-    # an attribute of the tensor, so that specs survive wherever the parameter goes
+    # the spec is an attribute of the tensor, so it is available wherever the parameter is used
     spec = getattr(parameter, "megacp_spec", None)
     assert spec is not None, f"a parameter of shape {tuple(parameter.shape)} has no ParameterSpec"
     return spec

@@ -1,8 +1,8 @@
 """The interface of sharded parameters and gradients, independent of the sharding strategy.
 
-The optimizer, checkpoints and the pipeline use it. A shard is a flat piece of this rank's
-parameters, and all its elements are decayed, counted and stepped alike. Its slices map elements to
-parameters, so checkpoint files do not depend on the strategy.
+The optimizer, checkpoints and the pipeline use this interface. A shard is a flat piece of this
+rank's parameters whose elements have the same weight decay, update rule and other properties. Its
+slices map elements to parameters, so checkpoint files do not depend on the strategy.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from megacp.distributed.grid import Axis, single_axis, split_axis
 from megacp.engine.data_parallel.parameter import ParameterSpec
 
 JOINED_ELEMENTS = 1 << 26
-"""Number of gradient elements in one joined all-reduce; the joined copy needs the same memory."""
+"""Maximum number of gradient elements in a joined all-reduce, which needs a copy of this size."""
 
 
 @dataclass(frozen=True)
 class ParameterSlice:
-    """Elements `[start, start + len(values))` of one flattened local parameter, or of its state.
+    """Elements `[start, start + len(values))` of one local parameter, or of its state.
 
-    The flattening is row-major.
+    The parameter is flattened in row-major order.
     """
 
     spec: ParameterSpec
@@ -34,37 +34,38 @@ class ParameterSlice:
     """Shape of the local parameter."""
     start: int
     values: torch.Tensor
-    """1-D view of the parameter or its state; writes go through."""
+    """1-D view of the parameter or its state; writing to it changes the original."""
 
 
 @dataclass(frozen=True)
 class ParameterShard:
-    """The part of one group of parameters that this rank updates."""
+    """The part of a group of similar parameters that this rank updates."""
 
     values: torch.Tensor
-    """Parameters `[n]`, a view in the model's dtype, or in `wide` if they are master weights."""
+    """View of the parameters `[n]`: in the model's dtype, or in `wide` if they are master weights.
+    """
     narrow: torch.dtype
     """Dtype in which the model computes."""
     spec: ParameterSpec
-    """Spec of one parameter; all are decayed, counted, reduced and stepped like it."""
+    """Spec of one of the parameters; all have the same update rule, weight decay and axes."""
     slices_of: Callable[[torch.Tensor], list[ParameterSlice]]
     """Function from a tensor shaped like `values` to its slices, one or more per parameter."""
 
     @property
     def wide(self) -> torch.dtype:
-        """Dtype of gradients, moments and master weights: float32, or float64 for float64."""
+        """Dtype of gradients, moments and master weights: float32, or float64 if it is narrow."""
         return accumulation_dtype(self.narrow)
 
 
 class ShardedParameters(ABC):
-    """The parameters of this rank's chunks, their gradients, and the ranks that share them.
+    """Parameters of this rank's chunks, their gradients, and the ranks that share them.
 
-    `reduce_axes` maps the names in `ParameterSpec.reduced_over` to axes, and `partial_axes` the
-    names in `partial_over`. With several instances, an instance is a group of neighbouring ranks
-    of a reduce axis. It shards the parameters among its ranks, and every instance has a copy.
+    `reduce_axes` maps names in `ParameterSpec.reduced_over` to axes, and `partial_axes` maps names
+    in `partial_over`. If there are several instances, each consists of neighbouring ranks of a
+    reduce axis and shards a complete copy of the parameters among them.
 
-    The order of calls in a step: every backward between `start_backward` and `end_backward`, then
-    `finish`, then the optimizer, then `zero`. The optimizer reads `grad_shard`, writes
+    In a step, each backward pass runs between `start_backward` and `end_backward`. Then call
+    `finish`, run the optimizer, and call `zero`. The optimizer reads `grad_shard`, writes
     `ParameterShard.values` and calls `publish`. Hooks that a strategy does not need do nothing.
     """
 
@@ -77,8 +78,8 @@ class ShardedParameters(ABC):
         self.axes = dict(reduce_axes)
         """Axes over which parameters are sharded, by `ParameterSpec.reduced_over`."""
         self.copies = {name: single_axis("copies") for name in self.axes}
-        """Axes of the ranks that have the same shard, one per instance."""
-        # shard within each instance; the copies of a shard are in different instances
+        """Axes of the ranks that have copies of the same shard, one copy per instance."""
+        # shard within each instance; copies of a shard are in different instances
         if instances > 1:
             for name, axis in reduce_axes.items():
                 self.axes[name], self.copies[name] = split_axis(axis, axis.size // instances)
@@ -88,33 +89,33 @@ class ShardedParameters(ABC):
         self._sums: list[torch.Tensor] | None = None
 
     def counts(self, spec: ParameterSpec) -> bool:
-        """Whether this rank's copy of a parameter counts in the gradient norm and is saved.
+        """Return whether this rank's copy of a parameter counts in the gradient norm and is saved.
 
         This is true for exactly one copy.
         """
         return spec.counted and self.copies[spec.reduced_over].rank == 0
 
     def unshard(self, chunk: int) -> None:
-        """Start to gather the parameters of a chunk, if they are sharded."""
+        """Start to gather a chunk's parameters, if they are sharded."""
 
     def reshard(self, chunk: int) -> None:
         """Free the parameters that `unshard` gathered."""
 
     @abstractmethod
     def release(self) -> None:
-        """Free all gathered parameters, for example after a forward without a backward."""
+        """Free all gathered parameters, for example after evaluation, without a backward pass."""
 
     def start_backward(self, chunk: int, last: bool) -> None:
-        """Prepare for a backward of the chunk; `last` marks its last backward of the step."""
+        """Prepare for a backward pass of the chunk; `last` marks its last one in the step."""
 
     def end_backward(self, chunk: int) -> None:
-        """Finish a backward of the chunk."""
+        """Finish a backward pass of the chunk."""
 
     def finish(self) -> None:
-        """Complete all gradient sums; afterwards `grad_shard` returns this rank's sums."""
+        """Complete all gradient sums. Afterwards, `grad_shard` returns this rank's sums."""
         assert self._sums is None, "finish was called twice without zero"
         self.release()
-        # sum over the shard axis first: the later sums then work on shards instead of whole tensors
+        # sum over the shard axis first, so that later sums are over shards, not whole tensors
         self._sums = self._sum_copies_and_partial(self._summed())
 
     @abstractmethod
@@ -126,7 +127,7 @@ class ShardedParameters(ABC):
 
         The caller may change them in place between `finish` and `zero`.
         """
-        assert self._sums is not None, "grad_shard is valid between finish and zero"
+        assert self._sums is not None, "call grad_shard only between finish and zero"
         return self._sums[index]
 
     def zero(self) -> None:
@@ -134,20 +135,20 @@ class ShardedParameters(ABC):
         self._sums = None
 
     def publish(self) -> None:
-        """Distribute the updated values to all ranks."""
+        """Distribute the updated parameters to all ranks that need them."""
 
     @abstractmethod
     def parameter_slices(self) -> list[ParameterSlice]:
-        """Return this rank's share of all parameters, in the model's dtype.
+        """Return this rank's share of all parameters, including frozen ones, in the model's dtype.
 
-        Frozen parameters are included. Over the ranks of the axis, each element occurs once.
+        Each element occurs on exactly one rank of its axis.
         """
 
     @abstractmethod
     def parameters_held(self) -> list[ParameterSlice]:
         """Return all parameter values that this rank stores permanently.
 
-        They include values that other ranks store as well.
+        Other ranks may store some of these values too.
         """
 
     def parameters_to_load(self) -> list[ParameterSlice]:
@@ -158,17 +159,17 @@ class ShardedParameters(ABC):
         return self.parameters_held()
 
     def loaded(self, masters: bool) -> None:
-        """Finish loading after the slices of `parameters_to_load` have been filled.
+        """Finish loading, after the slices of `parameters_to_load` have been filled.
 
-        `masters` means that the optimizer's master weights have been loaded too.
+        `masters` is whether the optimizer's master weights have also been loaded.
         """
 
     @abstractmethod
     def clear(self) -> None:
-        """Zero all parameters, padding included, before a checkpoint is read into them."""
+        """Zero all parameters, including padding, before a checkpoint is read into them."""
 
     def shard_slices(self, values: Iterable[torch.Tensor]) -> list[ParameterSlice]:
-        """Return the parameter slices of `values`, one tensor per shard and shaped like it."""
+        """Return the parameter slices of `values`, which contains one tensor per shard."""
         slices = []
         for shard, x in zip(self.shards, values, strict=True):
             slices += shard.slices_of(x)
@@ -179,9 +180,10 @@ class ShardedParameters(ABC):
         return self.shard_slices(self.grad_shard(i) for i in range(len(self.shards)))
 
     def _sum_copies_and_partial(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Sum the gradients of all shards over the instances, then over their partial axes.
+        """Return the gradients of all shards, summed over instances and over their partial axes.
 
-        Each axis needs few all-reduces. All its ranks get identical bits, so copies stay equal.
+        Gradients are joined, so each axis needs only a few all-reduces. All ranks of an axis get
+        identical bits, so copies stay equal.
         """
         found = list(gradients)
         specs = [shard.spec for shard in self.shards]
@@ -194,7 +196,7 @@ class ShardedParameters(ABC):
         for name in sorted(self.partial_axes):
             members = [i for i, spec in enumerate(specs) if name in spec.partial_over]
             axes.append((self.partial_axes[name], members))
-        # all ranks iterate in the same order, so their all-reduces match
+        # all ranks use the same order, so their all-reduces match
         for axis, members in axes:
             for group in _joined(members, found):
                 # join small gradients into one message, and split the result again
@@ -206,9 +208,9 @@ class ShardedParameters(ABC):
 
 
 def _joined(members: Sequence[int], tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Group consecutive tensors of at most `JOINED_ELEMENTS` together.
+    """Return groups of consecutive `members` with at most `JOINED_ELEMENTS` elements per group.
 
-    A larger tensor forms a group of one.
+    A larger tensor gets a group of its own.
     """
     groups: list[list[int]] = []
     filled = 0  # elements in the last group

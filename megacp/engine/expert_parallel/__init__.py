@@ -1,1 +1,1 @@
-"""Mixtures of experts: the router, the exchange of rows between ranks, and the experts."""
+"""Mixture of experts: the router, the exchange of rows between ranks, and the experts."""

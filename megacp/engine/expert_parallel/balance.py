@@ -1,8 +1,8 @@
 """Expert load balancing: two auxiliary loss terms, and a correction of the router's choice.
 
-All values equal those of a run on one process. A step has N tokens over all ranks and microbatches,
-without padding; N is known before the first forward. A layer routes each token to k of E experts.
-For documents d and experts e,
+All values are the same as in a single-process run. A step has N tokens across all ranks and
+microbatches, without padding; N is known before the first forward pass. A layer routes each token
+to k of E experts. For documents d and experts e,
 
     document term   a E / (k N) * sum over d, e of f[d, e] P[d, e] / n[d]
     z term          z / N * sum over tokens of logsumexp(scores)^2
@@ -12,7 +12,7 @@ where f[d, e] counts the tokens of d routed to e, P[d, e] sums their probabiliti
 length of d, and c[e] counts the tokens of e in the whole step. The coefficients are a, z and g.
 
 The ranks that share a row sum f, in integers; everything else is local. The terms are not part of
-the loss that passes through the pipeline: each layer adds their gradient to its score gradient.
+the loss that the pipeline computes: each layer adds their gradient to the gradient of its scores.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ def _terms(
     z: float,
     scores: torch.Tensor,
 ) -> torch.Tensor:
-    """Return both terms, `[2]`, for `scores[t, E]` of this rank's tokens.
+    """Return both terms, `[2]`, for the `scores[t, E]` of this rank's tokens.
 
-    `document[t]` is the document of each token. `price[D, E]` is the factor of a probability in
-    the document term, by document and expert; None disables the term. `z` is the factor of a
-    squared logsumexp in the z term.
+    `document[t]` is each token's document. `price[D, E]` is the factor of a probability in the
+    document term, by document and expert; None disables the term. `z` is the factor of each squared
+    logsumexp in the z term.
     """
     first = second = scores.new_zeros(())
     if price is not None:
@@ -61,7 +61,7 @@ def _terms(
 
 
 def _gradient(terms: Terms, grad: torch.Tensor, scores: torch.Tensor) -> tuple[torch.Tensor]:
-    """Return the gradient of the scores, plus that of the terms."""
+    """Return the gradient `grad` of the scores, plus the gradient of the terms."""
     with torch.enable_grad():
         given = scores.detach().requires_grad_()
         total = terms(given).sum()
@@ -70,20 +70,20 @@ def _gradient(terms: Terms, grad: torch.Tensor, scores: torch.Tensor) -> tuple[t
 
 
 def with_terms(scores: torch.Tensor, terms: Terms | None) -> torch.Tensor:
-    """Return the scores unchanged; backward adds the gradient of the terms to their gradient."""
+    """Return the scores unchanged; the backward pass adds the gradient of the terms."""
     if terms is None:
         return scores
     return FromInputs.apply(torch.Tensor.detach, partial(_gradient, terms), scores)
 
 
 class LayerBalance(nn.Module):
-    """This rank's counts for one layer in a step, and the correction of its router's choice.
+    """One layer's token counts on this rank, and the correction of its router's choice.
 
     The correction is a buffer, not a parameter.
     """
 
     correction: torch.Tensor | None
-    """Correction of the scores before the choice: float32 `[E]`."""
+    """Values added to the scores before experts are chosen: float32 `[E]`."""
 
     def __init__(self, prefix: str, config: ModelConfig, backend: NativeBackend) -> None:
         super().__init__()
@@ -95,9 +95,9 @@ class LayerBalance(nn.Module):
         self.axes = wanted.axes
         device = backend.options.device
         self.counts = torch.zeros(config.num_experts, dtype=torch.int64, device=device)
-        """Tokens routed to each expert: `[E]`."""
+        """Number of tokens routed to each expert: `[E]`."""
         self.terms = torch.zeros(2, dtype=torch.float64, device=device)
-        """Sums of the two terms: `[2]`."""
+        """Sums of the two loss terms: `[2]`."""
         self.register_buffer("correction", None)
         if self.score.corrected:
             tensor = correction_tensor(config)
@@ -106,10 +106,10 @@ class LayerBalance(nn.Module):
             self.correction = attach(zeros, parameter_spec([tensor], backend.options))
 
     def count(self, scores: torch.Tensor, chosen: torch.Tensor, routes: Routes) -> Terms | None:
-        """Count a microbatch and return its auxiliary terms, or None if both coefficients are 0.
+        """Count a microbatch, and return its auxiliary terms; None if both coefficients are 0.
 
-        `scores[t, E]` and `chosen[t, k]` are those of this rank's tokens. Collective over tp and
-        the ranks that share the row.
+        `scores[t, E]` and `chosen[t, k]` are for this rank's tokens. Collective over tp and the
+        ranks that share the row.
         """
         experts = scores.shape[1]
         if self.document > 0:
@@ -139,7 +139,7 @@ class LayerBalance(nn.Module):
 
 
 class Balance:
-    """Load balance of all mixture-of-experts layers on this rank, over the ranks of its grid."""
+    """Load balance of all mixture-of-experts layers on this rank."""
 
     def __init__(
         self,
@@ -158,13 +158,13 @@ class Balance:
         )
         self.corrections = [layer.correction for layer in layers if layer.correction is not None]
         self.counts = torch.empty(0)
-        """Tokens of each expert in the last step, over all ranks: int64 `[layers, E]`."""
+        """Number of tokens per expert in the last step, summed over ranks: int64 `[layers, E]`."""
 
     def settle(self, tokens: int) -> dict[str, float]:
-        """Sum the counts of a step of `tokens` tokens over all ranks, and reset them.
+        """Sum the counts of a step with `tokens` tokens over all ranks, and reset them.
 
-        Return the figures by their names in the log; an empty dict if the step counted nothing.
-        Collective over the world.
+        Return figures by their names in the log; an empty dict if nothing was counted. Collective
+        over the world.
         """
         if tokens == 0 or self.model.num_experts == 0:
             return {}
@@ -175,7 +175,7 @@ class Balance:
             given = self.counts.sum(1)  # [layers]
             missing = tokens * self.model.moe_router_topk - given
             mine[:2] = torch.stack([layer.terms for layer in self.layers]).sum(0)
-            # load of the busiest expert relative to an even distribution, in the worst layer
+            # the busiest expert's load relative to an even distribution, in the worst layer
             busiest = self.counts.amax(1).double()
             mine[2] = (busiest * self.model.num_experts / given).max()
             mine[3] = missing.take(missing.abs().argmax())  # indexing would wait for the device
@@ -191,9 +191,9 @@ class Balance:
         return {**figures, "expert_load": load, "dropped": int(dropped)}
 
     def correct(self) -> None:
-        """Update the corrections from the counts of the last step.
+        """Update the corrections based on the counts of the last step.
 
-        The direction comes from integers, so all ranks compute the same update.
+        The direction is computed from integers, so all ranks make the same update.
         """
         if self.rate <= 0:
             return
@@ -202,7 +202,7 @@ class Balance:
             correction.add_(self.rate * excess.sign())
 
     def slices(self) -> list[ParameterSlice]:
-        """Return the corrections as slices for a checkpoint; one rank per stage counts them."""
+        """Return the corrections as slices for a checkpoint; they count on one rank per stage."""
         first = self.grid.tp.rank == self.grid.over("dp", "cp").rank == 0
         slices = []
         for correction in self.corrections:

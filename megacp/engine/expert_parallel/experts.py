@@ -1,7 +1,7 @@
 """A rank's experts: two grouped matrix products with an activation between them, and LoRA pairs.
 
-For bf16 on CUDA a grouped product is one kernel, which reads the row ranges of the experts on the
-device. Otherwise it is a loop over the experts.
+For bf16 on CUDA, a grouped product is a single kernel, which reads the experts' row ranges on the
+device. Otherwise, it is a loop over the experts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megacp.engine.tensor_parallel.parameters import LinearOptions, row_paramete
 
 
 def _one_kernel(x: torch.Tensor, width: int) -> bool:
-    """Whether `torch.nn.functional.grouped_mm` supports `x[R, a]` and a second dimension `width`.
+    """Return whether `grouped_mm` supports `x[R, a]` and a matrix with the other dimension `width`.
 
     It requires bf16 on CUDA and rows that are a multiple of 16 bytes.
     """
@@ -44,7 +44,7 @@ def _rows(x: torch.Tensor, matrices: torch.Tensor, groups: Groups) -> torch.Tens
     if _one_kernel(x, matrices.shape[2]):
         return F.grouped_mm(x, matrices, offs=groups.ends)
     y = empty((len(x), matrices.shape[2]), x)
-    if x.device.type == STAND_IN:  # the row counts have no values here
+    if x.device.type == STAND_IN:  # row counts have no values on this device
         return y
     inputs = x.split(groups.counts)
     outputs = y.split(groups.counts)
@@ -56,7 +56,7 @@ def _rows(x: torch.Tensor, matrices: torch.Tensor, groups: Groups) -> torch.Tens
 def _weights(grad: torch.Tensor, x: torch.Tensor, groups: Groups) -> torch.Tensor:
     """Return the weight gradients `[n b, a]` from `grad[R, b]` and `x[R, a]`, sorted by expert.
 
-    An expert without rows gets zeros, because its gradient bucket waits for a gradient.
+    The gradient of an expert without rows is 0 rather than missing, because buckets wait for it.
     """
     if _one_kernel(x, grad.shape[1]):
         return F.grouped_mm(grad.t(), x, offs=groups.ends).flatten(0, 1)
@@ -73,7 +73,7 @@ def _weights(grad: torch.Tensor, x: torch.Tensor, groups: Groups) -> torch.Tenso
 
 
 class _Product(torch.autograd.Function):
-    """Grouped product of `x[R, in]` and `weight[n out, in]`; a frozen weight saves no `x`."""
+    """Grouped product of `x[R, in]` and `weight[n out, in]`; saves no `x` for frozen weights."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, groups: Groups) -> torch.Tensor:
@@ -103,9 +103,9 @@ def matrices_product(x: torch.Tensor, weight: torch.Tensor, groups: Groups) -> t
 
 
 class _Biased(torch.autograd.Function):
-    """Add to each row of `rows[R, out]` the bias of its expert, from `bias[n out]`.
+    """Add the bias of its expert, from `bias[n out]`, to each row of `rows[R, out]`.
 
-    With `weights[R, 1]`, the bias is first multiplied by the weight of the row.
+    If `weights[R, 1]` is given, the bias is first multiplied by the weight of the row.
     """
 
     @staticmethod
@@ -134,7 +134,7 @@ class _Biased(torch.autograd.Function):
             d_weights = (grad.to(weights.dtype) * each).sum(-1, keepdim=True)
         if ctx.needs_input_grad[1]:
             weighed = grad if weights is None else (grad * weights).to(grad.dtype)
-            # sum the rows of each expert as a product with ones; grouped_mm needs 8 columns
+            # sum each expert's rows by a product with ones; grouped_mm needs 8 columns
             ones = weighed.new_ones(len(weighed), 8)
             d_bias = _weights(weighed, ones, groups)[:, 0].contiguous()
         return grad, d_bias, d_weights, None
@@ -161,17 +161,16 @@ def _gradients(
 
 
 def activated(gate_up: torch.Tensor, weights: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """Return `activation(gate_up)[R, I]` times `weights[R, 1]`; save only the two inputs."""
+    """Return `activation(gate_up)` times `weights`, `[R, I]`; save only these two inputs."""
     forward = partial(_activate, activation)
     backward = partial(_gradients, activation)
     return FromInputs.apply(forward, backward, gate_up, weights)
 
 
 class ExpertLinear(nn.Module):
-    """Map `x[R, in]`, sorted by expert, to `[R, out]` by the named matrices of each expert.
+    """Multiply `x[R, in]`, sorted by expert, by the named matrices of each expert: `[R, out]`.
 
-    A matrix may have a LoRA pair. The pair is named after its expert and is reduced over the same
-    axis.
+    A matrix may have a LoRA pair, which is named after its expert and reduced over the same axis.
     """
 
     def __init__(
@@ -184,8 +183,8 @@ class ExpertLinear(nn.Module):
     ) -> None:
         super().__init__()
         tensors = [expert_tensors(config, name, experts) for name in names]
-        # one parameter per kind, weights [n out, in] and biases [n out]: all named matrices of the
-        # first expert, then all of the second
+        # One parameter for the weights [n out, in] and one for the biases [n out]. They have all
+        # named matrices of the first expert, then those of the second, and so on.
         parameters = []
         for of_kind in zip(*tensors, strict=True):
             by_expert = list(chain(*zip(*of_kind, strict=True)))
@@ -205,10 +204,10 @@ class ExpertLinear(nn.Module):
                     *a, b = expert_pairs(config, name, experts)
                     downs += a
                     ups.append(b)
-            # the A matrices of all pairs of the first expert, then of the second: [n ranks, in]
+            # all A matrices of the first expert, then those of the second, and so on: [n ranks, in]
             down = list(chain(*zip(*downs, strict=True)))
             self.low = row_parameter(prefix, down, trained)
-            # the B matrices of each pair, [n out, r]
+            # for each name, the B matrices of all experts: [n out, r]
             self.high = nn.ParameterList(row_parameter(prefix, b, trained) for b in ups)
 
     def forward(
@@ -217,7 +216,7 @@ class ExpertLinear(nn.Module):
         groups: Groups,
         weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return `[R, out]`. If `x` is already weighted, `weights[R, 1]` weights the biases too."""
+        """Return `[R, out]`; if `x` is already weighted, `weights[R, 1]` also weight the biases."""
         y = matrices_product(x, self.weight, groups)
         if self.bias is not None:
             y = _Biased.apply(y, self.bias, weights, groups)
@@ -237,9 +236,9 @@ class ExpertLinear(nn.Module):
 
 
 class Experts(nn.Module):
-    """Apply the MLP of each expert to its rows `x[R, h]`; return `[R, h]`.
+    """Apply each expert's MLP to its rows of `x[R, h]`; return `[R, h]`.
 
-    Every output row is multiplied by the routing weight of its row, from `weights[R, 1]`.
+    Every output row is multiplied by its routing weight in `weights[R, 1]`.
     """
 
     def __init__(
@@ -262,6 +261,6 @@ class Experts(nn.Module):
         save: Save,
     ) -> torch.Tensor:
         gate_up = self.gate_up(x, groups)  # [R, 2I]
-        # weighting the activations equals weighting the outputs: the product is linear
+        # the product is linear, so weighting the activations is the same as weighting the outputs
         activate = partial(activated, activation=self.activation)
         return self.down(save(activate, gate_up, weights), groups, weights)

@@ -75,7 +75,7 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: torch.Tensor, save: Save, routes: Routes) -> torch.Tensor:
         """Return the layer's output `[t/tp, h]`.
 
-        Collective over the ep ranks: a rank without tokens must call it too.
+        Collective over the ep ranks: ranks without tokens must also call it.
         """
         normed = x if self.norm is None else save(self.norm, x)
         products = logits(normed, self.router).index_select(0, routes.places)  # [t, E]
@@ -83,13 +83,13 @@ class MixtureOfExperts(nn.Module):
         if self.router_bias is not None:
             scores = products + self.router_bias
         route = routes.by_layer.get(self.layer)
-        if route is None:  # otherwise this is a recomputation, which must not count again
+        if route is None:  # otherwise this is a recomputation, which must not count tokens again
             chosen = self._choose(products.detach())
             route = routes.make(chosen, routes.places, self.experts, self.axis)
             routes.by_layer[self.layer] = route
             if routes.tokens > 0:
                 routes.terms[self.layer] = self.balance.count(scores.detach(), chosen, routes)
-        of_all = self._of_all(normed, save)  # launch it before the host waits for row counts
+        of_all = self._of_all(normed, save)  # launched before the host waits for row counts
         scores = with_terms(scores, routes.terms.get(self.layer))
         weights = self.weigh(scores, route.chosen) * self.factor  # [t, k]
         weights = weights_to_experts(weights, route)  # [R, 1]
@@ -99,11 +99,11 @@ class MixtureOfExperts(nn.Module):
 
     @torch.no_grad()
     def _choose(self, products: torch.Tensor) -> torch.Tensor:
-        """Return the experts of each token, int64 `[t, k]`, from the router logits `[t, E]`.
+        """Return the experts of each token, int64 `[t, k]`, based on the router logits `[t, E]`.
 
         All operations after the matrix product are elementwise, so equal experts keep equal scores.
         """
-        # use the logits of the first equal row: a matrix product may round equal rows differently
+        # a matrix product may round equal rows differently, so use the logits of the first of them
         scores = products.index_select(1, first_of_equals(self.router))
         if self.router_bias is not None:
             scores = scores + self.router_bias
@@ -115,7 +115,7 @@ class MixtureOfExperts(nn.Module):
         return choose(choice, self.count)
 
     def _of_all(self, normed: torch.Tensor, save: Save) -> torch.Tensor | None:
-        """Return the shared expert's output `[t/tp, h]`, or None if there is no shared expert."""
+        """Return the shared expert's output `[t/tp, h]`; None if there is no shared expert."""
         if self.shared is None:
             return None
         made = self.shared(normed, save)

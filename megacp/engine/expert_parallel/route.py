@@ -1,9 +1,9 @@
-"""Routes: the integer indices that take the tokens of a layer to their experts and back.
+"""Routes: the integer indices with which a layer sends tokens to their experts and back.
 
-A route is computed once per microbatch and used in every pass. A token has k slots, one per chosen
-expert. Slots are sorted by expert, then by token, and are sent to the ep rank of their expert. The
-receiving rank sorts the rows from all ranks by expert. No row is dropped or padded, so a rank may
-receive no rows. Padding tokens have no slots, because each of them would load k experts.
+A route is computed once per microbatch and layer, and used in every pass. A token has k slots, one
+per chosen expert. Slots are sorted by expert, then by token, and sent to the ep rank of their
+expert. The receiving rank sorts the rows from all ranks by expert. No row is dropped or padded, so
+a rank may receive no rows. Padding tokens have no slots, because each would put load on k experts.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ class Groups:
 
     def __init__(self, counts: torch.Tensor) -> None:
         self.ends = counts.cumsum(0, dtype=torch.int32)
-        """End of the rows of each expert: int32 `[n]` on the device."""
+        """End of each expert's rows: int32 `[n]` on the device."""
         self.experts = len(counts)
 
     def __getitem__(self, place: slice) -> Groups:
         """Return the groups of the rows `[place.start, place.stop)`."""
         first = self.ends.new_full((1,), place.start)
-        # clip the range of each expert to the slice; an expert outside it gets an empty range
+        # clip each expert's range to the slice; experts outside the slice get empty ranges
         return Groups(self.ends.clamp(place.start, place.stop).diff(prepend=first))
 
     def spread(self, x: torch.Tensor, rows: int) -> torch.Tensor:
-        """Return `[R, a]`: for each of `rows` rows, the values of its expert in `x[n a]`."""
+        """Return, for each of R = `rows` rows, its expert's values in `x[n a]`: `[R, a]`."""
         places = torch.arange(rows, device=x.device, dtype=self.ends.dtype)
         experts = torch.searchsorted(self.ends, places, right=True)
         return x.unflatten(0, (self.experts, -1)).index_select(0, experts)
@@ -51,8 +51,8 @@ class Groups:
 class Route:
     """The route of this rank's `t` tokens, and of the `R` rows that its experts receive.
 
-    Construction is collective over `axis`. With one ep rank the host never waits. With several it
-    waits at the first access to `sent` or `received`, so work launched before that overlaps.
+    Construction is collective over `axis`. With one ep rank, the host never waits. With several, it
+    waits at the first access to `sent` or `received`, so work launched earlier overlaps.
     """
 
     def __init__(
@@ -71,11 +71,11 @@ class Route:
         """Slots sorted by expert, then by token: int64 `[t k]`."""
         self.slots = self.order.argsort()
         """Inverse permutation of `order`."""
-        # count the rows per expert with searchsorted: bincount would wait for the device
+        # count the rows per expert with searchsorted, because bincount would wait for the device
         all_experts = torch.arange(experts, device=chosen.device)
         ends = torch.searchsorted(sorted_slots, all_experts, right=True)
         counts = ends.diff(prepend=ends.new_zeros(1))  # [E]
-        # [ep, n]: rows that each source rank sends to each expert of this rank
+        # [ep, n]: number of rows that each source rank sends to each expert of this rank
         self._found = all_to_all(counts, axis).view(axis.size, -1)
         self.groups = Groups(self._found.sum(0))
         """Row ranges of this rank's experts."""
@@ -98,7 +98,7 @@ class Route:
         """Permutation int64 `[R]` that sorts the received rows by expert, source and token."""
         experts = torch.arange(self.groups.experts, device=self._found.device)
         expert = experts.repeat(self.axis.size)  # rows arrive by source, then by expert
-        # with output_size the host need not wait for the sum
+        # output_size saves the host from waiting for the sum
         arrived = expert.repeat_interleave(self._found.flatten(), output_size=sum(self.received))
         return arrived.argsort(stable=True)
 
@@ -126,11 +126,11 @@ class Route:
 class PlannedRoute(Route):
     """A route for a dry run on tensors without values.
 
-    This rank's experts receive the share of rows that is planned for the busiest rank.
+    This rank's experts receive as many rows as planned for the busiest rank.
     """
 
     load = 1.0
-    """Rows of this rank's experts relative to an even distribution; at least 1."""
+    """Number of rows for this rank's experts relative to an even distribution; at least 1."""
 
     @property
     def sent(self) -> list[int]:
@@ -149,7 +149,7 @@ class PlannedRoute(Route):
 
     @classmethod
     def of_load(cls, load: float) -> type[Route]:
-        """Return a subclass whose routes have this load."""
+        """Return a subclass whose routes have the given load."""
         return type("PlannedRoute", (cls,), {"load": load})
 
 
@@ -161,8 +161,7 @@ Terms = Callable[[torch.Tensor], torch.Tensor]
 class Routes:
     """The routes of all layers in one microbatch, and the data that they share.
 
-    Activation recomputation finds the route of its layer here, so every token goes to the same
-    experts again.
+    Activation recomputation reuses a layer's route, so it sends every token to the same experts.
     """
 
     plan: AttentionPlan
@@ -171,23 +170,24 @@ class Routes:
     places: torch.Tensor
     """Indices of these tokens, as in `Route.places`."""
     tokens: int = 0
-    """Tokens of the whole step, without padding. 0 (as in evaluation) disables all counting."""
+    """Number of tokens in the whole step, without padding; 0, as in evaluation, disables counting.
+    """
     by_layer: dict[int, Route] = field(default_factory=dict)
     terms: dict[int, Terms | None] = field(default_factory=dict)
     """Auxiliary loss terms by layer, computed together with the route."""
     make: type[Route] = Route
-    """Class of the routes."""
+    """Class of the routes to create."""
 
     @classmethod
     def of(cls, plan: AttentionPlan, tp: Axis, device: torch.device, tokens: int = 0) -> Routes:
-        """Return empty routes for this rank's tokens: one of `tp.size` parts of `plan.local`."""
+        """Return routes, initially empty, for this rank's tokens (a tp slice of `plan.local`)."""
         held = plan.local.reshape(tp.size, -1)[tp.rank]
         places = np.flatnonzero(plan.metadata.leave[held] > 0)  # padding has leave = 0
         return cls(plan, held[places], to_device(places, device), tokens)
 
     @functools.cached_property
     def documents(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The document of each local token, int64 `[t]`, and the length of each document, `[D]`."""
+        """Document number of each local token, int64 `[t]`, and document lengths, `[D]`."""
         number = self.plan.metadata.document
         device = self.places.device
         lengths = np.bincount(number[number >= 0], minlength=1)

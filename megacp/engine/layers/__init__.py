@@ -1,1 +1,1 @@
-"""Descriptions of all kinds of layers, without torch: tensors, FLOPs and memory."""
+"""Descriptions of all kinds of layers (tensors, FLOPs and memory), without torch."""

@@ -1,4 +1,4 @@
-"""Grouped-query self-attention: q, k, v as one product, optional norms of q and k, and output."""
+"""Grouped-query self-attention: q, k and v in one product, optional q and k norms, and output."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from megacp.engine.config.run import RunConfig
 from megacp.engine.layers.table import Flops, LayerKind, Linear, Tensor, norm_weight, output_std
 
 ATTENTION_PROJECTED = ("q", "k", "v")
-"""Linears of the first matrix product."""
+"""Linear layers that form the first matrix product."""
 
 
 def _linears(model: ModelConfig) -> dict[str, Linear]:
-    # tp cuts rows of q, k and v, which are whole heads, and columns of the output
+    # tp splits the rows of q, k and v (whole heads), and the columns of the output
     hidden = model.hidden_size
     std = model.init_method_std
     bias = model.add_qkv_bias
@@ -33,7 +33,7 @@ def _linears(model: ModelConfig) -> dict[str, Linear]:
 
 
 def query_key_norms(model: ModelConfig) -> Iterator[Tensor]:
-    """Yield the weights of the norms on queries and keys, if there are any."""
+    """Yield the weights of the query and key norms, if the model has them."""
     if model.qk_layernorm == "off":
         return
     # grouped queries: fewer key heads than query heads
@@ -47,9 +47,9 @@ def query_key_norms(model: ModelConfig) -> Iterator[Tensor]:
 
 
 def sinks(model: ModelConfig) -> Iterator[Tensor]:
-    """Yield the learned attention-sink scores `[heads]`, if the softmax has sinks."""
+    """Yield the learned attention-sink scores `[heads]`, if the model has sinks."""
     if model.softmax_type == "learnable":
-        # like biases, sinks do not decay
+        # like biases, sinks are exempt from weight decay
         heads = (model.num_attention_heads,)
         yield Tensor("sinks", heads, "rows", std=model.init_method_std, decays=False)
 
@@ -60,27 +60,27 @@ def _others(model: ModelConfig) -> Iterator[Tensor]:
 
 
 def _mixing(model: ModelConfig, tokens: int, area: int) -> Flops:
-    """Return the FLOPs of scores and weighted sums of values, two products per allowed pair."""
+    """Return the FLOPs of scores and weighted value sums: two products per allowed pair."""
     return Flops(0.0, 4.0 * area * model.num_attention_heads * model.head_dim)
 
 
 UNDECIDED = "all_gather"
-"""Transport that the planner assumes for `auto`, because it needs the most memory of all choices.
-The run itself chooses at its start.
+"""Transport that the planner assumes for `auto`, because it needs the most memory. A run makes its
+own choice when it starts.
 """
 
 
 def transport_of(config: RunConfig) -> TransportRow:
-    """Return the row of TRANSPORTS for `--cp-comm-type`; for `auto` that of `UNDECIDED`."""
+    """Return the row of TRANSPORTS for `--cp-comm-type`; for `auto`, the row of `UNDECIDED`."""
     if config.parallel.chooses_transport:
         return TRANSPORTS[UNDECIDED]
     return TRANSPORTS[config.parallel.cp_comm_type]
 
 
 def heads_group(config: RunConfig) -> int:
-    """Return the number of cp ranks that exchange tokens for heads; 1 if the transport does not."""
+    """Return the number of cp ranks that exchange tokens for heads; 1 for other transports."""
     parallel = config.parallel
-    # only a2a+p2p has sizes, and with them only the inner groups exchange heads
+    # only a2a+p2p has group sizes, and only its inner groups exchange heads
     sizes = parallel.hierarchical_context_parallel_sizes or ()
     return transport_of(config).head_ranks(parallel.context_parallel_size, sizes)
 

@@ -1,4 +1,4 @@
-"""The gated MLP: the linears gate and up as one product, then down."""
+"""The gated MLP: gate and up as one matrix product, then down."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from functools import partial
 from megacp.engine.config.model import ModelConfig
 from megacp.engine.layers.table import LayerKind, Linear, output_std
 
-# linears of the two matrix products
+# linear layers of the two matrix products
 GATE_UP = ("gate", "up")
 DOWN = ("down",)
 Width = Callable[[ModelConfig], int]
-"""Returns the hidden width of an MLP: dense MLPs and shared experts have different flags."""
+"""Function that returns the hidden width of an MLP: dense MLPs and shared experts use different
+flags.
+"""
 
 
 def _width(model: ModelConfig) -> int:
@@ -20,7 +22,7 @@ def _width(model: ModelConfig) -> int:
 
 
 def _linears(width: Width, model: ModelConfig) -> dict[str, Linear]:
-    # tp cuts rows of gate and up, and columns of down
+    # tp splits the rows of gate and up, and the columns of down
     hidden = model.hidden_size
     ffn = width(model)
     bias = model.add_mlp_bias

@@ -1,6 +1,6 @@
 """The gated delta rule, a mixer with a recurrent state instead of attention.
 
-Queries, keys, values, output gate and rates are one matrix product. A causal convolution over
+One matrix product computes queries, keys, values, output gate and rates. A causal convolution of
 queries, keys and values follows.
 """
 
@@ -13,8 +13,8 @@ from megacp.engine.config.model import ModelConfig
 from megacp.engine.layers.table import Flops, LayerKind, Linear, Tensor, output_std
 
 DELTA_PROJECTED = ("q", "k", "v", "z", "b", "a")
-"""Linears of one product: q, k and v for the convolution, the output gate z, and two rates b and a
-per value head.
+"""Linear layers of this product: q, k and v for the convolution, the output gate z, and the rates b
+and a of each value head.
 """
 
 
@@ -44,14 +44,14 @@ def _others(model: ModelConfig) -> Iterator[Tensor]:
 
 
 def _mixing(model: ModelConfig, tokens: int, area: int) -> Flops:
-    """Return the FLOPs within chunks of C tokens, and those of the scan over chunks."""
+    """Return the FLOPs within chunks of C tokens and of the scan across chunks."""
     keys = model.linear_key_head_dim
     values = model.linear_value_head_dim
     # Multiply-adds per token within its chunk: two score matrices, the triangular solve (half of a
     # full product), and the products with its results.
     inside = CHUNK * (2 * keys + (keys + values) / 2 + keys + values)
-    # Per token across chunks: the transition matrix of a chunk, updates and reads of the state, and
-    # the transition of the state, once per chunk.
+    # Per token across chunks: the chunk's transition matrix, updates and reads of the state, and
+    # (once per chunk) the transition of the state.
     across = keys * keys + 2 * keys * values + keys * keys * values / CHUNK
     return Flops(2.0 * tokens * model.linear_num_value_heads * (inside + across), 0.0)
 

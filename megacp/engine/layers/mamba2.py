@@ -1,8 +1,8 @@
 """Mamba-2, a mixer with a recurrent state instead of attention.
 
-The gate z, the inputs x, B and C, and the step sizes dt are one matrix product. The sizes use the
-flags of the gated delta rule. Value heads are the heads of x and z, key heads are the groups of B
-and C, and the key width is the state size.
+One matrix product computes the gate z, the inputs x, B and C, and the step sizes dt. The sizes use
+the flags of the gated delta rule: value heads are the heads of x and z, key heads are the groups of
+B and C, and the key width is the state size.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from megacp.engine.config.model import ModelConfig
 from megacp.engine.layers.table import Flops, LayerKind, Linear, Tensor, output_std
 
 MAMBA_PROJECTED = ("z", "x", "B", "C", "dt")
-"""Linears of one product: the gate z, inputs x, B and C of the convolution, and a step size dt for
-each head.
+"""Linear layers of this product: the gate z, the inputs x, B and C of the convolution, and a step
+size dt for each head.
 """
 CONVOLVED = ("x", "B", "C")
-"""Linears whose outputs pass through the causal convolution."""
+"""Linear layers whose outputs pass through the causal convolution."""
 
 
 def _linears(model: ModelConfig) -> dict[str, Linear]:
@@ -52,10 +52,10 @@ def _others(model: ModelConfig) -> Iterator[Tensor]:
 
 
 def _mixing(model: ModelConfig, tokens: int, area: int) -> Flops:
-    """Return the FLOPs within chunks of C tokens, of updating the state and of reading it."""
+    """Return the FLOPs within chunks of C tokens, and of updating and reading the state."""
     keys = model.linear_key_head_dim
     values = model.linear_value_head_dim
-    # Multiply-adds per token. The scores C B^T are computed per group; all else is per head.
+    # Multiply-adds per token. The scores C B^T are per group; everything else is per head.
     each = model.linear_num_value_heads * (CHUNK * values + 2 * keys * values)
     return Flops(2.0 * tokens * (model.linear_num_key_heads * CHUNK * keys + each), 0.0)
 

@@ -1,7 +1,8 @@
-"""A mixture of experts instead of the MLP: a router and gated MLPs (experts), a few for each token.
+"""A mixture of experts in place of the MLP: a router chooses a few gated MLPs for each token.
 
 Every expert has separate tensors, so a checkpoint can be read with any ep. Experts are distributed
-over ep and never cut over tp: with sequence parallelism, tp ranks have different tokens.
+across ep ranks but never split over tp, because with sequence parallelism each tp rank has
+different tokens.
 """
 
 from __future__ import annotations
@@ -23,25 +24,25 @@ from megacp.engine.layers.table import (
 )
 
 _ROUTED = "experts"
-"""First part of the linear kinds of routed experts, such as `experts.gate`."""
+"""Prefix of routed experts' linear kinds, such as `experts.gate`."""
 
 
 def router_tensor(model: ModelConfig) -> Tensor:
-    """Return the router weight `[experts, hidden]`, which scores the experts for a token."""
+    """Return the router weight `[experts, hidden]`, which scores the experts for each token."""
     shape = (model.num_experts, model.hidden_size)
     return Tensor("router.weight", shape, std=model.init_method_std, treated="matrix")
 
 
 def router_bias(model: ModelConfig) -> Iterator[Tensor]:
-    """Yield the bias of the router scores `[experts]`, if the model has one."""
+    """Yield the router's bias `[experts]`, if the model has one."""
     if model.moe_router_bias:
         yield Tensor("router.bias", (model.num_experts,), init="zeros", decays=False)
 
 
 def correction_tensor(model: ModelConfig) -> Tensor:
-    """Return the correction `[experts]`, which is added to sigmoids when experts are chosen.
+    """Return the correction `[experts]`, which is added to the sigmoids when experts are chosen.
 
-    It is float32 in every model, and it is a buffer rather than a parameter.
+    It is a float32 buffer in every model, not a parameter.
     """
     return Tensor("router.correction", (model.num_experts,), init="zeros", decays=False)
 
@@ -50,17 +51,17 @@ def _of_expert(model: ModelConfig) -> dict[str, Linear]:
     hidden = model.hidden_size
     width = model.expert_hidden_size
     bias = model.add_mlp_bias
-    # "whole": not cut over tp
+    # "whole": not split over tp
     into = Linear(hidden, width, model.init_method_std, bias, "whole", EXPERTS)
     out = Linear(width, hidden, output_std(model), bias, "whole", EXPERTS)
     return {"gate": into, "up": into, "down": out}
 
 
 def expert_tensors(model: ModelConfig, name: str, experts: range) -> list[tuple[Tensor, ...]]:
-    """Return the weights of a linear (`gate`, `up` or `down`) for some experts, then their biases.
+    """Return the weights, and the biases if the model has them, of one linear layer of the experts.
 
-    The result has one tuple over experts for the weights and, if the model has MLP biases, one for
-    the biases.
+    `name` is `gate`, `up` or `down`. Each tuple contains one tensor per expert: the first tuple the
+    weights, the second the biases.
     """
     linear = _of_expert(model)[name]
     # transpose: (weight, bias) of each expert -> (weights of all experts), (biases of all experts)
@@ -69,9 +70,9 @@ def expert_tensors(model: ModelConfig, name: str, experts: range) -> list[tuple[
 
 
 def expert_pairs(model: ModelConfig, name: str, experts: range) -> list[list[Tensor]]:
-    """Return the LoRA matrices of a linear for some experts: a list of all A, then one of all B.
+    """Return the LoRA matrices of one linear layer of the experts: a list of all A, then of all B.
 
-    The list of A is omitted if the pairs share the A of another linear.
+    The list of A is omitted if the pairs share the A of another linear layer.
     """
     size = model.lora_pairs[f"{_ROUTED}.{name}"]
     linear = _of_expert(model)[name]
@@ -81,7 +82,7 @@ def expert_pairs(model: ModelConfig, name: str, experts: range) -> list[list[Ten
 
 
 def shared_gate_tensor(model: ModelConfig) -> Tensor:
-    """Return the weight `[1, hidden]` of the gate of the shared expert."""
+    """Return the weight `[1, hidden]` of the shared expert's gate."""
     return Tensor(
         "shared_gate.weight", (1, model.hidden_size), std=model.init_method_std, treated="matrix"
     )
@@ -99,8 +100,8 @@ def _others(model: ModelConfig) -> Iterator[Tensor]:
 
 
 def _flops(model: ModelConfig, tokens: int, area: int) -> Flops:
-    """Return the FLOPs of the router, the gate of the shared expert, and the chosen experts."""
-    # Each product has `hidden_size` on one side; these are the other sides.
+    """Return the FLOPs of the router, the shared expert's gate and the chosen experts."""
+    # Each weight has `hidden_size` as one dimension; these are the other dimensions.
     chosen = 3 * model.expert_hidden_size * model.moe_router_topk  # gate, up and down
     scores = model.num_experts + int(model.moe_shared_expert_gate)
     return Flops(2.0 * tokens * model.hidden_size * (chosen + scores), 0.0)
@@ -109,7 +110,7 @@ def _flops(model: ModelConfig, tokens: int, area: int) -> Flops:
 def most_load(config: RunConfig) -> float:
     """Return the largest possible load of a rank's experts, relative to an even load.
 
-    It occurs if every token chooses experts of this rank first.
+    It occurs if every token chooses as many experts of this rank as possible.
     """
     model = config.model
     ep = config.parallel.expert_model_parallel_size
@@ -118,12 +119,12 @@ def most_load(config: RunConfig) -> float:
 
 
 def planned_load(config: RunConfig) -> float:
-    """Return the load to plan for, relative to an even load; 1 if one rank has all experts."""
+    """Return the expert load to plan for, relative to an even load; 1 if a rank has all experts."""
     return min(config.parallel.moe_planned_imbalance, most_load(config))
 
 
 def _slots(config: RunConfig) -> int:
-    """Return the number of (token, chosen expert) pairs of a rank's tokens."""
+    """Return the number of (token, chosen expert) pairs for a rank's tokens."""
     return rows_per_rank(config) * config.model.moe_router_topk
 
 
@@ -135,17 +136,18 @@ def expert_rows(config: RunConfig) -> int:
 def exchange_bytes(config: RunConfig) -> int:
     """Return the bytes that a rank sends for one layer and microbatch, under an even load.
 
-    The rank sends counts, rows and router weights to the experts, and the experts send rows back.
-    Backward does the reverse. Full recomputation repeats the exchange to the experts.
+    The rank sends counts, rows and router weights to the experts, which send rows back. The
+    backward pass does the reverse. Full recomputation repeats the exchange to the experts.
     """
     model = config.model
     ep = config.parallel.expert_model_parallel_size
     full = int(config.training.recompute_mode.repeats_block)
-    away = _slots(config) * (ep - 1) // ep  # rows for experts of other ranks
+    away = _slots(config) * (ep - 1) // ep  # rows for experts on other ranks
     row = model.hidden_size * config.training.element_bytes
     weight = config.training.accumulation_bytes
-    counts = 8 * model.num_experts // ep * (ep - 1)  # int64 per expert of other ranks
-    # rows travel there and back, in forward and in backward; weights there, their gradients back
+    counts = 8 * model.num_experts // ep * (ep - 1)  # int64 per expert on other ranks
+    # Rows are sent to the experts and back, in both passes. Weights are sent to the experts in the
+    # forward pass, and their gradients are sent back in the backward pass.
     return counts + away * ((4 + full) * row + (2 + full) * weight)
 
 
@@ -155,5 +157,5 @@ def _shared_width(model: ModelConfig) -> int:
 
 SHARED = gated_mlp("mlp.shared", _shared_width)
 """The shared expert, an MLP that processes every token."""
-# Experts are `others` rather than `linears`, because their tensors are not cut over tp.
+# Experts are `others` rather than `linears`, because tp does not split their tensors.
 MOE = LayerKind("mlp", lambda model: {}, (), _others, _flops, _of_expert)

@@ -1,7 +1,7 @@
 """The layers of a model in order, and all tensors of the decoder.
 
-The kind of each layer follows from flags with patterns, such as --moe-layer-freq. They are parsed
-here, once per model.
+Pattern flags, such as --moe-layer-freq, determine the kind of each layer. They are parsed here,
+once per model.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from megacp.engine.layers.moe import MOE, SHARED
 from megacp.engine.layers.table import Flops, LayerKind, Linear, Tensor, lora_kind, norm_weight
 
 EXPERT_KINDS = tuple(kind for kind in LORA_KINDS if kind.startswith("experts."))
-"""Linear kinds of routed experts."""
+"""Kinds of linear layers in routed experts."""
 STATES = {"gated_delta": GATED_DELTA, "mamba2": MAMBA2}
-"""Mixers with a recurrent state. The keys are the words of `--linear-attention-rule`."""
+"""Mixers with a recurrent state, by `--linear-attention-rule`."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """Contents of one decoder block."""
+    """Description of one decoder block."""
 
     name: str
     mixer: LayerKind
     mlp: LayerKind
     window: int
-    """Number of tokens that a query attends to, itself included; 0 means no limit."""
+    """Number of tokens that a query attends to, including itself; 0 means no limit."""
     rotates: bool
     """Whether queries and keys have a rotary embedding."""
 
     shared: LayerKind | None = None
-    """Shared expert, which uses the same norm as the routed experts."""
+    """Shared expert, whose input norm is the same as that of the routed experts."""
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
-        """Mixer, MLP and, if there is one, shared expert."""
+        """Mixer, MLP, and the shared expert if the block has one."""
         if self.shared is None:
             return (self.mixer, self.mlp)
         return (self.mixer, self.mlp, self.shared)
@@ -58,7 +58,7 @@ class Layer:
         return self.mlp is MOE
 
     def linears(self, model: ModelConfig) -> dict[str, Linear]:
-        """Return the linears of mixer and MLP by the last part of their names."""
+        """Return the linear layers of the block by the last part of their names."""
         found: dict[str, Linear] = {}
         for kind in self.kinds:
             found.update(kind.linears(model))
@@ -66,7 +66,7 @@ class Layer:
 
     def tensors(self, model: ModelConfig) -> Iterator[Tensor]:
         """Yield all tensors of the block except LoRA pairs."""
-        # a block with only one norm per part has the plain name, before or after the part
+        # if a part has only one norm, its name is the same before and after the part
         both = model.has_input_norms and model.has_output_norms
         places = ("", "_output") if both else ("",)
         # the shared expert comes third and has no norm
@@ -77,7 +77,7 @@ class Layer:
             yield from kind.tensors(model, self.name)
 
     def flops(self, model: ModelConfig, tokens: int, area: int) -> Flops:
-        """Return the forward FLOPs without LoRA pairs.
+        """Return the FLOPs of the forward pass, without LoRA pairs.
 
         `area` is the number of allowed (query, key) pairs among the `tokens`.
         """
@@ -87,7 +87,7 @@ class Layer:
         return Flops(2.0 * tokens * weights, 0.0) + mixing
 
     def pairs(self, model: ModelConfig) -> Iterator[Tensor]:
-        """Yield the LoRA pairs of all linears in the block."""
+        """Yield the LoRA matrices of all linear layers in the block."""
         for kind in self.kinds:
             found = dict(kind.linears(model))
             of_expert = kind.of_expert(model)
@@ -101,8 +101,8 @@ class Layer:
                     yield from linear.pair(whole_name, size)
 
     def lora_linears(self, model: ModelConfig) -> dict[str, Linear]:
-        """Return the linears with a LoRA pair by kind. One linear represents all experts."""
-        # collect all linears, then keep the kinds of --lora-targets
+        """Return the linear layers with a LoRA pair, by kind; one layer represents all experts."""
+        # collect all linear layers, then keep the kinds in --lora-targets
         found = {}
         for kind in self.kinds:
             for name, linear in kind.linears(model).items():
@@ -112,7 +112,7 @@ class Layer:
         return {kind: linear for kind, linear in found.items() if kind in model.lora_pairs}
 
     def has_pairs(self, model: ModelConfig) -> bool:
-        """Return whether any linear of the block has a LoRA pair."""
+        """Return whether any linear layer of the block has a LoRA pair."""
         # stop at the first pair: a layer may have thousands of experts
         return next(self.pairs(model), None) is not None
 
@@ -120,12 +120,12 @@ class Layer:
 # Cached because checks, costs and modules all ask for the layers; a ModelConfig is hashable.
 @functools.cache
 def layers_of(model: ModelConfig) -> tuple[Layer, ...]:
-    """Return one `Layer` per block. Raise ValueError for an invalid pattern."""
+    """Return one `Layer` per decoder block. Raise ValueError if a pattern flag is invalid."""
     # one period of each pattern; True marks the layers that it skips
     still = skip_pattern("--no-rope-freq", model.no_rope_freq)
     open_to_all = skip_pattern("--window-attn-skip-freq", model.window_attn_skip_freq, skips="0")
     attend = skip_pattern("--linear-attention-freq", model.linear_attention_freq, skips="0")
-    # without the flag, all layers attend; a number N lets only every N-th layer attend
+    # if the flag is not set, all layers use attention; a number N means only every N-th layer
     if model.linear_attention_freq is None:
         attend = (True,)
     routed = skip_pattern("--moe-layer-freq", model.moe_layer_freq)
@@ -145,7 +145,7 @@ def layers_of(model: ModelConfig) -> tuple[Layer, ...]:
 
 
 def vocabulary_table(model: ModelConfig, name: str, rows: int) -> Tensor:
-    """Return a table over the vocabulary `[rows, hidden]`: the embedding or the output head."""
+    """Return a table `[rows, hidden]` with one row per token id: embedding or output head."""
     return Tensor(
         f"{name}.weight",
         (rows, model.hidden_size),
@@ -156,7 +156,7 @@ def vocabulary_table(model: ModelConfig, name: str, rows: int) -> Tensor:
 
 
 def decoder_tensors(model: ModelConfig) -> Iterator[Tensor]:
-    """Yield all tensors of the decoder except LoRA pairs. A tied head has no tensor."""
+    """Yield all tensors of the decoder except LoRA pairs. A tied head has no tensor of its own."""
     yield vocabulary_table(model, "embedding", model.embedding_rows)
     for layer in layers_of(model):
         yield from layer.tensors(model)
@@ -166,7 +166,7 @@ def decoder_tensors(model: ModelConfig) -> Iterator[Tensor]:
 
 
 def lora_kinds(model: ModelConfig) -> tuple[str, ...]:
-    """Return the linear kinds that have a LoRA pair in some layer, in the order of `LORA_KINDS`."""
+    """Return the kinds with a LoRA pair in at least one layer, in the order of `LORA_KINDS`."""
     found = set[str]()
     for layer in layers_of(model):
         found.update(layer.lora_linears(model))
@@ -174,12 +174,12 @@ def lora_kinds(model: ModelConfig) -> tuple[str, ...]:
 
 
 def pair_tensors(model: ModelConfig) -> Iterator[Tensor]:
-    """Yield the LoRA pairs of all layers."""
+    """Yield the LoRA matrices of all layers."""
     for layer in layers_of(model):
         yield from layer.pairs(model)
 
 
 def model_tensors(model: ModelConfig) -> Iterator[Tensor]:
-    """Yield all tensors of the decoder under their names in checkpoints."""
+    """Yield all tensors of the decoder, LoRA pairs included, under their names in checkpoints."""
     yield from decoder_tensors(model)
     yield from pair_tensors(model)

@@ -1,6 +1,7 @@
-"""Data types that describe a kind of layer: its linears, other tensors and FLOPs.
+"""Data types that describe a kind of layer: its linear layers, other tensors and FLOPs.
 
-Sizes are global: not divided by tp. Modules, costs, the converter and LoRA read these descriptions.
+Sizes are global, that is, before tp splits them. Modules, costs, the converter and LoRA use these
+descriptions.
 """
 
 from __future__ import annotations
@@ -16,28 +17,29 @@ from megacp.engine.config.run import RunConfig
 from megacp.engine.config.training import Treated
 
 DATA = "dp_cp"
-"""Name of the axis over all ranks with the same part of the model and different tokens."""
+"""Name of the axis of ranks that have the same part of the model and different tokens."""
 EXPERTS = "edp"
-"""Name of the axis over all ranks of a stage that have a copy of the same experts."""
+"""Name of the axis of ranks in a stage that have a copy of the same experts."""
 Cut = Literal["rows", "columns", "whole"]
-"""Division of a tensor over tp ranks: along dim 0, along dim 1, or a full copy on each rank."""
+"""How tp splits a tensor: along dim 0, along dim 1, or not at all (a full copy on each rank)."""
 MATMUL_BACKWARD = 2.0
-"""Cost of a linear's backward (gradients of input and weight) relative to its forward."""
+"""Cost of a linear layer's backward pass (input and weight gradients) relative to its forward pass.
+"""
 ATTENTION_BACKWARD = 2.5
-"""Cost of core attention's backward relative to its forward: five matrix products instead of two
-(FlashAttention-2, Dao 2023).
+"""Cost of core attention's backward pass relative to its forward pass: five matrix products instead
+of two (FlashAttention-2, Dao 2023).
 """
 PUBLISHED_BACKWARD = 2.0
-"""The same ratio in published MFU, which does not count the product that backward recomputes (PaLM,
-Chowdhery et al., 2022).
+"""The same ratio in published MFU, which does not count the product that the backward pass
+recomputes (PaLM, Chowdhery et al., 2022).
 """
-# Name endings of the two matrices of a LoRA pair, the same as in peft
+# Name endings of the two matrices in a LoRA pair, as in peft
 A = "lora_A.weight"
 B = "lora_B.weight"
 
 
 def lora_kind(name: str) -> str:
-    """Return the kind of a linear for --lora-targets.
+    """Return the kind of the linear layer with this name, as used in --lora-targets.
 
     For example, `layers.1.mlp.experts.3.gate` has the kind `experts.gate`.
     """
@@ -47,29 +49,29 @@ def lora_kind(name: str) -> str:
 
 @dataclass(frozen=True)
 class Tensor:
-    """A global tensor, without padding."""
+    """Description of a global tensor, without padding."""
 
     name: str
     shape: tuple[int, ...]
     cut: Cut = "whole"
     init: str = "normal"
-    """Distribution of the initial values: one of the words of `ParameterSpec.init`."""
+    """Distribution of the initial values: one of the words in `ParameterSpec.init`."""
     std: float = 0.0
     decays: bool = True
     """Whether weight decay applies."""
     treated: Treated = "vector"
-    """Role of the tensor, by which the optimizer chooses the update rule."""
+    """Role of the tensor, which determines its update rule."""
     reduced_over: str = DATA
-    """Name of the axis whose ranks reduce-scatter the gradient and update a slice each."""
+    """Name of the axis whose ranks reduce-scatter the gradient and each update one slice."""
 
     @property
     def size(self) -> int:
-        """Number of elements over all ranks."""
+        """Number of elements in the global tensor."""
         return math.prod(self.shape)
 
     def local_size(self, tp: int, ep: int = 1) -> int:
-        """Return the number of elements per rank; for an expert, averaged over ep ranks."""
-        # experts are distributed over ep but never cut over tp
+        """Return the number of elements per rank; for experts, the average over ep ranks."""
+        # experts are distributed across ep ranks but never split over tp
         if self.reduced_over == EXPERTS:
             return self.size // ep
         if self.cut == "whole":
@@ -79,7 +81,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Linear:
-    """A weight matrix `[outputs, inputs]`, with an optional bias that is initialised to 0."""
+    """Description of a linear layer: a weight `[outputs, inputs]` and an optional zero bias."""
 
     inputs: int
     outputs: int
@@ -89,7 +91,7 @@ class Linear:
     reduced_over: str = DATA
 
     def tensors(self, name: str) -> Iterator[Tensor]:
-        """Yield the weight and the bias."""
+        """Yield the weight and, if there is one, the bias."""
         over = self.reduced_over
         yield Tensor(
             f"{name}.weight",
@@ -101,22 +103,22 @@ class Linear:
             reduced_over=over,
         )
         if self.bias:
-            # if the columns are cut, the bias is added after the sum over tp, so every rank has it
+            # if columns are split, every rank adds the whole bias after the sum over tp
             cut: Cut = "rows" if self.cut == "rows" else "whole"
             yield Tensor(
                 f"{name}.bias", (self.outputs,), cut, "zeros", decays=False, reduced_over=over
             )
 
     def pair(self, name: str, size: PairSize) -> Iterator[Tensor]:
-        """Yield the LoRA matrices A `[rank, inputs]` and B `[outputs, rank]` of this linear.
+        """Yield the layer's LoRA matrices A `[rank, inputs]` and B `[outputs, rank]`.
 
-        A is omitted if the pair shares the A of another linear.
+        A is omitted if the pair shares the A of another linear layer.
         """
         over = self.reduced_over
-        # peft draws A by kaiming_uniform_(a=sqrt(5)), which has this standard deviation
+        # peft draws A from kaiming_uniform_(a=sqrt(5)), which has this standard deviation
         down_std = 1 / math.sqrt(3 * self.inputs)
-        # The matrix next to the cut side of the weight is cut as well: A has the input side, B the
-        # output side.
+        # tp splits the LoRA matrix on the same side as the weight: A has the input side, B the
+        # output side
         down_cut: Cut = "columns" if self.cut == "columns" else "whole"
         up_cut: Cut = "rows" if self.cut == "rows" else "whole"
         if not size.shares:
@@ -129,7 +131,7 @@ class Linear:
                 treated="matrix",
                 reduced_over=over,
             )
-        # B = 0, so the adapted model starts equal to the frozen one
+        # B = 0, so the adapted model initially equals the frozen one
         yield Tensor(
             f"{name}.{B}",
             (self.outputs, size.rank),
@@ -144,13 +146,13 @@ class Linear:
 class Flops:
     """FLOPs of a forward pass, separately for linear layers and core attention.
 
-    They are separate because the costs of their backward differ.
+    They are separate because their backward passes have different relative costs.
     """
 
     matmul: float
     attention: float
     backward: float = ATTENTION_BACKWARD
-    """Cost of attention's backward relative to its forward."""
+    """Cost of core attention's backward pass relative to its forward pass."""
 
     @property
     def forward(self) -> float:
@@ -159,31 +161,34 @@ class Flops:
 
     @property
     def training(self) -> float:
-        """FLOPs of forward and backward, without recomputation."""
+        """FLOPs of the forward and backward passes, without recomputation."""
         return (1 + MATMUL_BACKWARD) * self.matmul + (1 + self.backward) * self.attention
 
     @property
     def passing(self) -> float:
-        """FLOPs of forward and input gradients only, for frozen weights after trained ones."""
-        # a linear's forward and its input gradient cost the same
+        """FLOPs of the forward pass and of input gradients, for frozen layers after trained ones.
+
+        Frozen layers need no weight gradients.
+        """
+        # a linear layer's output and its input gradient cost the same
         return MATMUL_BACKWARD * self.matmul + (1 + self.backward) * self.attention
 
     @property
     def published(self) -> Flops:
-        """The same FLOPs, with `training` and `passing` counted as in published MFU."""
+        """The same FLOPs, but with `training` and `passing` counted as in published MFU."""
         return dataclasses.replace(self, backward=PUBLISHED_BACKWARD)
 
     def __add__(self, other: Flops) -> Flops:
         return Flops(self.matmul + other.matmul, self.attention + other.attention)
 
     def times(self, factor: float) -> Flops:
-        """Return the FLOPs of `factor` such passes."""
+        """Return these FLOPs multiplied by `factor`."""
         return Flops(self.matmul * factor, self.attention * factor)
 
 
 def tokens_per_rank(config: RunConfig) -> int:
-    """Return the number of tokens of a microbatch's row on one cp rank, rounded up."""
-    # Dynamic context parallelism multiplies both the tokens and the ranks by dp.
+    """Return the number of a row's tokens on one cp rank, rounded up."""
+    # dynamic context parallelism multiplies both the tokens and the ranks by dp, so it cancels
     row = config.training.micro_batch_size * config.data.seq_length
     return -(-row // config.parallel.context_parallel_size)
 
@@ -191,7 +196,7 @@ def tokens_per_rank(config: RunConfig) -> int:
 def rows_per_rank(config: RunConfig) -> int:
     """Return the number of tokens in a block's input on one rank.
 
-    Sequence parallelism shards the tokens of a cp rank over tp.
+    Sequence parallelism shards a cp rank's tokens across tp ranks.
     """
     if not config.parallel.sequence_parallel:
         return tokens_per_rank(config)
@@ -205,28 +210,28 @@ def residual_bytes(config: RunConfig) -> int:
 
 @dataclass(frozen=True)
 class LayerKind:
-    """A kind of mixer (such as attention) or MLP."""
+    """Description of a kind of mixer (such as attention) or MLP."""
 
     name: str
     """Part of tensor names after `layers.{i}.`."""
     linears: Callable[[ModelConfig], Mapping[str, Linear]]
-    """Returns the linears by the last part of their names."""
+    """Function that returns the linear layers by the last part of their names."""
     products: tuple[tuple[str, ...], ...]
-    """Linears that are computed as one matrix product, in the order of their outputs."""
+    """Groups of linear layers computed as one matrix product, in the order of their outputs."""
     others: Callable[[ModelConfig], Iterator[Tensor]] = lambda model: iter(())
-    """Returns the tensors that do not belong to linears."""
-    # FLOPs of a layer = those of its linears + `mixing`, for example of attention scores
+    """Function that yields the tensors that do not belong to linear layers."""
+    # FLOPs of a layer = FLOPs of its linear layers + `mixing`, such as attention scores
     mixing: Callable[[ModelConfig, int, int], Flops] = lambda model, tokens, area: Flops(0.0, 0.0)
-    """Returns the forward FLOPs without the linears, for a number of tokens and of allowed (query,
-    key) pairs.
+    """Function that returns the FLOPs of the forward pass without linear layers, from the number of
+    tokens and the number of allowed (query, key) pairs.
     """
     of_expert: Callable[[ModelConfig], Mapping[str, Linear]] = lambda model: {}
-    """Returns the linears of one expert by the last part of their names. `others` yields their
-    tensors.
+    """Function that returns one expert's linear layers by the last part of their names. `others`
+    yields their tensors.
     """
 
     def tensors(self, model: ModelConfig, layer: str) -> Iterator[Tensor]:
-        """Yield all tensors of the layer with this name, such as `layers.3`."""
+        """Yield all tensors of this kind in `layer`, such as `layers.3`."""
         for name, linear in self.linears(model).items():
             yield from linear.tensors(f"{layer}.{self.name}.{name}")
         for tensor in self.others(model):
@@ -234,22 +239,22 @@ class LayerKind:
 
 
 def output_std(model: ModelConfig, layers: int | None = None) -> float:
-    """Return the initial std of linears that write to the residual stream: `std / sqrt(2 layers)`.
+    """Return the initial std of projections into the residual stream: `std / sqrt(2 layers)`.
 
-    This is the rule of GPT-2 and Megatron; each layer has two such linears.
+    GPT-2 and Megatron use the same rule; each layer has two of these projections.
     """
-    depth = layers or model.num_layers  # a vision tower passes its depth
+    depth = layers or model.num_layers  # a vision tower passes its own depth
     return model.init_method_std / math.sqrt(2 * depth)
 
 
 def norm_weight(model: ModelConfig, name: str, width: int, cut: Cut = "whole") -> Tensor:
-    """Return the weight of an RMSNorm."""
+    """Return the description of an RMSNorm's weight."""
     # with --apply-layernorm-1p the norm multiplies by 1 + weight
     init = "zeros" if model.apply_layernorm_1p else "ones"
     return Tensor(f"{name}.weight", (width,), cut, init, decays=False)
 
 
 def layer_norm_tensors(name: str, width: int) -> Iterator[Tensor]:
-    """Yield the weight and bias of a LayerNorm."""
+    """Yield the descriptions of a LayerNorm's weight and bias."""
     yield Tensor(f"{name}.weight", (width,), init="ones", decays=False)
     yield Tensor(f"{name}.bias", (width,), init="zeros", decays=False)

@@ -1,4 +1,4 @@
-"""Vision towers and connectors: tensors and FLOPs of each kind, and the pair of each family."""
+"""Vision towers and connectors: tensors and FLOPs of each kind, and the kinds of each family."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from megacp.engine.layers.table import Flops, Linear, Tensor, layer_norm_tensors
 
 @dataclass(frozen=True)
 class VisionKind:
-    """A kind of tower or connector."""
+    """Description of a kind of tower or connector."""
 
     tensors: Callable[[VisionConfig, ModelConfig], Iterator[Tensor]]
     flops: Callable[[VisionConfig, ModelConfig, int], Flops]
-    """Returns the forward FLOPs for the patches of one crop, or of one pooled token."""
+    """Function that returns the FLOPs of the forward pass for a number of patches: those of a crop
+    (tower) or of one pooled token (connector).
+    """
 
 
 def _attention(width: int, inputs: int, std: float, last_std: float) -> dict[str, Linear]:
-    # q, k and v may have wider inputs than outputs: a connector reads the features of two layers
+    # inputs of q, k and v may be wider than outputs: a connector reads features of two layers
     found = {f"attention.{name}": Linear(inputs, width, std, bias=True) for name in "qkv"}
     return found | {"attention.output": Linear(width, width, last_std, True, "columns")}
 
@@ -33,11 +35,11 @@ def _weights(linears: dict[str, Linear]) -> int:
 
 
 def block_linears(v: VisionConfig, model: ModelConfig) -> dict[str, Linear]:
-    """Return the linears of a ViT block by the ends of their names."""
+    """Return the linear layers of a ViT block by the last part of their names."""
     width = v.vision_hidden_size
     ffn = v.vision_ffn_hidden_size
     std = model.init_method_std
-    # by the depth of the tower, not of the decoder
+    # based on the depth of the tower, not of the decoder
     last_std = output_std(model, v.vision_num_layers)
     mlp = {
         "mlp.up": Linear(width, ffn, std, True),
@@ -51,7 +53,7 @@ def _vit_tensors(
 ) -> Iterator[Tensor]:
     width = v.vision_hidden_size
     std = model.init_method_std
-    # `Tower` takes these three first, so their order matters
+    # `Tower` expects these three tensors first and in this order
     yield Tensor("vision.patch_embedding.weight", (width, *patch(v)), std=std, treated="matrix")
     yield Tensor("vision.patch_embedding.bias", (width,), init="zeros", decays=False)
     yield Tensor(
@@ -67,7 +69,7 @@ def _vit_tensors(
 
 
 def _vit_flops(v: VisionConfig, model: ModelConfig, patches: int) -> Flops:
-    """Return the FLOPs of a ViT, assuming images with as many patches as learned positions."""
+    """Return the FLOPs of a ViT for images that have one patch per learned position."""
     embedding = v.vision_hidden_size * v.patch_dim
     weights = v.vision_num_layers * _weights(block_linears(v, model)) + embedding
     # all (query, key) pairs within an image
@@ -76,12 +78,12 @@ def _vit_flops(v: VisionConfig, model: ModelConfig, patches: int) -> Flops:
 
 
 def _vit(patch: Callable[[VisionConfig], tuple[int, ...]]) -> VisionKind:
-    """Return the description of a ViT. `patch` is the shape of a patch in its embedding weight."""
+    """Return the description of a ViT. `patch` returns a patch's shape in the embedding weight."""
     return VisionKind(functools.partial(_vit_tensors, patch), _vit_flops)
 
 
 def pooling_linears(v: VisionConfig, model: ModelConfig) -> dict[str, Linear]:
-    """Return the linears of Molmo2's connector: attention that pools patches, and a SwiGLU MLP."""
+    """Return the linear layers of Molmo2's connector: attention pooling and a SwiGLU MLP."""
     width = v.vision_hidden_size
     std = model.init_method_std
     ffn = v.connector_ffn_hidden_size or model.ffn_hidden_size
@@ -96,7 +98,7 @@ def _pooling(v: VisionConfig, model: ModelConfig) -> Iterator[Tensor]:
 
 
 def _pooling_flops(v: VisionConfig, model: ModelConfig, patches: int) -> Flops:
-    """Return the FLOPs of one pooled token over this number of patches."""
+    """Return the FLOPs of pooling this number of patches into one token."""
     # keys and values are computed per patch, everything else once per pooled token
     linears = pooling_linears(v, model)
     # weights per patch
@@ -107,7 +109,7 @@ def _pooling_flops(v: VisionConfig, model: ModelConfig, patches: int) -> Flops:
 
 
 def merging_linears(v: VisionConfig, model: ModelConfig) -> dict[str, Linear]:
-    """Return the linears of Qwen3.5's connector: an MLP on the concatenated patches of a window."""
+    """Return the linear layers of Qwen3.5's connector, an MLP on windows of joined patches."""
     joined = POOLED_PATCHES * v.vision_hidden_size
     std = model.init_method_std
     down = Linear(joined, model.hidden_size, std, True, "columns")
@@ -137,7 +139,7 @@ VISION_KINDS: dict[str, tuple[VisionKind, VisionKind]] = {
 
 
 def tower_tensors(config: RunConfig) -> Iterator[Tensor]:
-    """Return all tensors of the tower; an empty iterator if the model has none."""
+    """Return an iterator over all tensors of the vision tower; empty if the model has none."""
     if not config.vision.vision_num_layers:
         return iter(())
     tower, _ = VISION_KINDS[config.vision.vision_family]
@@ -145,7 +147,7 @@ def tower_tensors(config: RunConfig) -> Iterator[Tensor]:
 
 
 def connector_tensors(config: RunConfig) -> Iterator[Tensor]:
-    """Return all tensors of the connector; an empty iterator if the model has no tower."""
+    """Return an iterator over all tensors of the connector; empty if the model has no tower."""
     if not config.vision.vision_num_layers:
         return iter(())
     _, connector = VISION_KINDS[config.vision.vision_family]

@@ -1,1 +1,1 @@
-"""The decoder and the vision towers, written once against a backend."""
+"""The decoder and the vision towers, written once for all backends."""

@@ -1,7 +1,7 @@
 """Self-attention of the decoder, from the input norm to the output projection.
 
-Heads are cut over tp and tokens over cp; only the backend communicates. The q/k/v projection is
-fused, because separate projections would gather the sequence-parallel input three times.
+tp splits the heads and cp the tokens; only the backend communicates. The q/k/v projection is fused,
+because separate projections would gather the sequence-parallel input three times.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megacp.engine.tensor_parallel.linear import LinearSpec
 from megacp.engine.tensor_parallel.parameters import row_parameter
 
 Angles = tuple[torch.Tensor, torch.Tensor]
-"""cos, sin `[t, 1, rotary_dim / 2]` of this rank's tokens."""
+"""cos and sin of this rank's tokens, each `[t, 1, rotary_dim / 2]`."""
 
 
 def _opened(out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
@@ -56,7 +56,7 @@ class SelfAttention(nn.Module):
         self.output = backend.row_linear(LinearSpec.of(prefix, linears, "output"))
         own = [row_parameter(prefix, [tensor], backend.options) for tensor in sinks(config)]
         self.sinks = own[0] if own else None  # [heads/tp]
-        # norms of q and k: within each head, or over all heads of all tp ranks
+        # norms of q and k: within each head, or over the heads of all tp ranks
         self.norms = nn.ModuleList()
         self.column_norms = nn.ModuleList()
         for tensor in query_key_norms(config):
@@ -70,7 +70,7 @@ class SelfAttention(nn.Module):
     def forward(
         self, x: torch.Tensor, plan: AttentionPlan, rotary: Angles, save: Save
     ) -> torch.Tensor:
-        """Return the attention output of this rank's tokens `[t/tp, h]`, under the plan's mask."""
+        """Return the attention output of this rank's tokens, `[t/tp, h]`, under the plan's mask."""
         q, k, v = self.qkv(x, save).split(self.widths, -1)
         if self.gated:
             # each head's query precedes its gate: [t, heads/tp * 2 d] -> 2 x [t, heads/tp, d]
@@ -81,16 +81,16 @@ class SelfAttention(nn.Module):
         # [t, heads/tp * d] -> [t, heads/tp, d]
         q, k, v = (part.view(len(part), -1, self.head_dim) for part in (q, k, v))
         if self.norms:
-            # v may stay a view: the backward of these norms keeps the whole fused product anyway
+            # v may stay a view, because these norms save the whole fused product anyway
             q, k = (norm(part) for norm, part in zip(self.norms, (q, k), strict=True))
         elif not self.column_norms:
-            # a view would keep the whole fused product alive for backward
+            # a view would keep the whole fused product alive until the backward pass
             v = v.contiguous()
         if self.rotates:
             q, k = (rotate(part, *rotary) for part in (q, k))
         else:
             q, k = (part.contiguous() for part in (q, k))
-        reach = plan.within(self.reach)  # the plan of a layer with this window
+        reach = plan.within(self.reach)  # the plan for a layer with this window
         out = self.backend.attention(q, k, v, reach, self.scale, self.sinks, save.results)
         # [t, heads/tp, d] -> [t, heads/tp * d]
         if self.gated:

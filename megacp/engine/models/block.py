@@ -1,6 +1,6 @@
-"""One decoder block: attention and MLP with norms, residuals, dropout and recomputation.
+"""A decoder block: attention and MLP with norms, residuals, dropout and recomputation.
 
-The body marks values that may be recomputed by calling `save`. It does not know the recompute mode.
+The body calls `save` to mark values that may be recomputed, regardless of the recompute mode.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megacp.engine.save import Save, keep
 from megacp.engine.tensor_parallel.linear import LinearSpec
 from megacp.engine.tensor_parallel.lora import DropoutNames, LowRank
 
-# Descriptions (without torch) to modules
+# layer descriptions (without torch) -> modules
 MIXERS: dict[LayerKind, type[nn.Module]] = {
     ATTENTION: SelfAttention,
     GATED_DELTA: GatedDeltaNet,
@@ -44,19 +44,19 @@ MIXERS: dict[LayerKind, type[nn.Module]] = {
 
 @dataclass(frozen=True)
 class BlockInputs:
-    """Inputs that all blocks share in one microbatch."""
+    """Inputs of a microbatch that all blocks share."""
 
     plan: AttentionPlan
     rotary: tuple[Angles, Angles]
-    """Angles of layers without a window, and of layers with a window."""
+    """Angles for layers without a window, and for layers with a window."""
     token_names: torch.Tensor
-    """int64 `[t/tp]`: grid-independent token numbers, for the residual stream of this rank."""
+    """Grid-independent identifiers of the tokens in this rank's residual stream: int64 `[t/tp]`."""
     all_token_names: torch.Tensor
-    """int64 `[t]`: token numbers of all tp ranks."""
+    """Token identifiers of all tp ranks: int64 `[t]`."""
     key: int
-    """Seed of the dropout masks."""
+    """Seed for dropout masks."""
     routes: Routes | None = None
-    """Exchange of tokens with experts; None for a model without experts."""
+    """Routes of tokens to experts; None for a model without experts."""
 
 
 class Block(nn.Module):
@@ -75,7 +75,7 @@ class Block(nn.Module):
         hidden = config.hidden_size
         linears = described.mlp.linears(config)
         epsilon = config.norm_epsilon
-        # a model with both norms needs two names; otherwise the only norm has the plain name
+        # if a part has both norms, they need two names; a single norm has the short name
         ending = "_output_norm" if config.has_input_norms else "_norm"
 
         def output_norm(part: str) -> nn.Module:
@@ -83,7 +83,7 @@ class Block(nn.Module):
                 return nn.Identity()
             return backend.norm(NormSpec(f"{prefix}.{part}{ending}", hidden, epsilon))
 
-        # norms of the outputs of attention and MLP, before the residual sum
+        # norms on the outputs of attention and MLP, before the residual sum
         self.attention_norm = output_norm("attention")
         self.mlp_norm = output_norm("mlp")
         self.is_routed = described.is_routed
@@ -98,8 +98,8 @@ class Block(nn.Module):
                 for product in described.mlp.products
             ]
             self.mlp = backend.norm_mlp(input_norm, *products)
-        # The chunk enters the precision context for all its blocks. A recomputed block runs in
-        # backward, outside that context, and has to enter it again.
+        # The chunk enters the precision context for all its blocks. Recomputation happens in the
+        # backward pass, outside that context, so the block must enter it again.
         self.precision = backend.precision if recompute.repeats_block else contextlib.nullcontext
         self.recompute = recompute
         self.pairs = [module for module in self.modules() if isinstance(module, LowRank)]
@@ -107,19 +107,19 @@ class Block(nn.Module):
         """Offload of saved tensors to host memory; None keeps them on the device."""
 
     def forward(self, x: torch.Tensor, inputs: BlockInputs) -> torch.Tensor:
-        """Run the block with the recompute mode and the offload of this block."""
-        # the usual case first, without hooks on saved tensors
+        """Run the block with its recompute mode and offload; return `[t/tp, h]`."""
+        # the common case, without hooks for saved tensors
         if self.offload is None and self.recompute.keeps_all:
             return self._body(x, inputs, keep)
         run = functools.partial(run_block, self._body, self.recompute)
         if self.offload is None:
             return run(x, inputs)
-        # Parameters, and tensors that all blocks share, stay on the device anyway.
+        # parameters and tensors that all blocks share stay on the device anyway
         staying = (*self.parameters(), *sum(inputs.rotary, ()), inputs.token_names)
         return self.offload(run, x, inputs, staying)
 
     def _body(self, x: torch.Tensor, inputs: BlockInputs, save: Save) -> torch.Tensor:
-        # LoRA pairs draw dropout masks, but the layers around them do not pass the token numbers
+        # LoRA pairs need token identifiers for dropout masks, but layers do not pass them on
         for pairs in self.pairs:
             pairs.names = DropoutNames(inputs.key, inputs.token_names, inputs.all_token_names)
         with self.precision():
@@ -131,8 +131,8 @@ class Block(nn.Module):
             return x + self._drop(self.mlp_norm(made), inputs, 2 * self.layer + 1)
 
     def _drop(self, x: torch.Tensor, inputs: BlockInputs, site: int) -> torch.Tensor:
-        """Apply dropout to `x`; `site` distinguishes the two dropouts of every layer."""
-        # the odd constant spreads keys of neighbouring sites over all 64 bits (SplitMix64)
+        """Apply dropout to `x`; `site` distinguishes the dropouts of all layers, two per layer."""
+        # the odd constant makes the keys of neighbouring sites differ in all 64 bits (SplitMix64)
         key = inputs.key + site * 0x9E3779B97F4A7C15
         return dropout(x, key, inputs.token_names, self.dropout if self.training else 0.0)
 
@@ -140,15 +140,15 @@ class Block(nn.Module):
 def offload_blocks(
     chunks: Sequence[nn.ModuleList], counts: Sequence[int], device: torch.device
 ) -> None:
-    """Offload the saved tensors of the first `counts[c]` blocks of each chunk.
+    """Offload the saved tensors of the first `counts[c]` blocks of each chunk c.
 
-    The first blocks run last in backward, so their tensors are needed latest.
+    The backward pass runs the first blocks last, so it needs their tensors last.
     """
     memory = HostMemory(device)
     for blocks, count in zip(chunks, counts, strict=True):
         if not count:
             continue
-        # one block more: its backward starts the copies back for the block before it
+        # one more block, whose backward pass starts the copies back for the block before it
         for place, block in enumerate(blocks[: count + 1]):
             assert isinstance(block, Block)
             block.offload = BlockOffload(memory, travels=place < count, first=place == 0)

@@ -1,4 +1,4 @@
-"""Construction of this rank's model chunks with their initial weights."""
+"""Construction of this rank's model chunks, including their initial weights."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ if TYPE_CHECKING:
 def build_chunks(
     config: RunConfig, grid: ProcessGrid, shards: FullShards | None = None, drawn: Drawn = ALL
 ) -> list[LanguageModelChunk]:
-    """Build this rank's chunks in order and initialise them from `--seed`.
+    """Build this rank's chunks in order, and initialise them from `--seed`.
 
-    With `shards` (ZeRO-3) each part is sharded as soon as it is built, and this rank draws only its
-    shard, so at most one part exists in full. `drawn` selects the tensors to initialise.
+    With `shards` (ZeRO-3), each part is sharded as soon as it is built, and this rank draws only
+    its own shard, so at most one part is unsharded at a time. `drawn` selects the tensors to
+    initialise.
     """
     backend = select_backend(config, grid)
     seed = config.training.seed
@@ -64,22 +65,21 @@ def build_chunks(
 def build_sharded(
     config: RunConfig, grid: ProcessGrid, drawn: Drawn = ALL
 ) -> tuple[list[LanguageModelChunk], ShardedParameters]:
-    """Build this rank's chunks, and the object that shards their parameters and gradients.
+    """Build this rank's chunks and the object that shards their parameters and gradients.
 
-    The type of this object depends on `--data-parallel-sharding-strategy`. Collective over the
-    world.
+    The type of this object depends on --data-parallel-sharding-strategy. Collective over the world.
     """
     parallel = config.parallel
     # axes over which gradients are summed and state is sharded
     reduced = {DATA: grid.over("dp", "cp")}
     if config.model.num_experts > 0:
         reduced[EXPERTS] = grid.edp
-    # axes over which some gradients are partial sums: replicated weights, tied tables
+    # axes over which some gradients must also be summed: replicated weights and tied tables
     partial = {"tp": grid.tp, "embedding": grid.embedding}
     instances = parallel.num_distributed_optimizer_instances
     # a group of one rank has nothing to shard
     if parallel.sharding.parameters and any(axis.size > instances for axis in reduced.values()):
-        # importing torch.distributed.fsdp takes a second, so only a fully sharded run does it
+        # importing torch.distributed.fsdp takes a second, so only fully sharded runs do it
         from megacp.engine.data_parallel.full_shard import FullShards
 
         full = FullShards(
@@ -92,8 +92,8 @@ def build_sharded(
         chunks = build_chunks(config, grid, full, drawn)
         return chunks, full
     chunks = build_chunks(config, grid, drawn=drawn)
-    # With parts, parameters are gathered while earlier parts compute. On CPUs the same cores send
-    # and compute, so this would not help.
+    # With parts, parameters are gathered while earlier parts compute. This would not help on CPUs,
+    # where the same cores communicate and compute.
     parts = _parts(chunks) if grid.device.type == "cuda" else ()
     buckets = FlatBuckets(
         chunks,
@@ -108,9 +108,9 @@ def build_sharded(
 
 
 def _parts(chunks: Sequence[LanguageModelChunk]) -> list[nn.Module]:
-    """Return all modules of the chunks in forward order, each chunk after its parts.
+    """Return the parts of all chunks in the order of the forward pass, each chunk after its parts.
 
-    A tied table is therefore assigned to the embedding, which comes before the head.
+    This order assigns a tied table to the embedding, which comes before the head.
     """
     parts: list[nn.Module] = []
     for chunk in chunks:
@@ -121,6 +121,6 @@ def _parts(chunks: Sequence[LanguageModelChunk]) -> list[nn.Module]:
         parts += chunk.blocks
         if chunk.is_last:
             parts.append(chunk.head)
-        # the chunk itself, for parameters that belong to none of its parts
+        # the chunk itself, for parameters that are not in any of its parts
         parts.append(chunk)
     return parts

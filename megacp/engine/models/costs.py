@@ -1,7 +1,8 @@
-"""Numbers of parameters and FLOPs of decoder, vision tower and connector.
+"""Parameter counts and FLOPs of decoder, vision tower and connector.
 
-Used by the dry run, the pipeline partition, the distribution of images, and the logged MFU. A
-multiply-add counts as two FLOPs. Attention is included. The embedding is a lookup without FLOPs.
+The dry run, the pipeline partition, the distribution of images and the logged MFU use these
+numbers. A multiply-add counts as two FLOPs. Attention is included. The embedding is a lookup
+without FLOPs.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ from megacp.engine.pipeline_parallel.partition import partition
 
 Counted = TypeVar("Counted")
 LOSS_WORK = 2**29
-"""Limit for the bytes of a chunk's logits under `--cross-entropy-chunk-tokens auto`."""
+"""Maximum size in bytes of a chunk's logits with `--cross-entropy-chunk-tokens auto`."""
 
 
 def causal_area(tokens: int, window: int = 0) -> int:
-    """Return the number of allowed (query, key) pairs in one causal document.
+    """Return the number of allowed (query, key) pairs in a causal document.
 
-    It is n (n + 1) / 2 without a window; `window` 0 means no window.
+    A `window` of 0 means no window; the number is then n (n + 1) / 2.
     """
-    # the first `seen` queries have a growing number of keys, all later ones have `seen` keys
+    # the first `seen` queries have a growing number of keys; all later queries have `seen` keys
     seen = min(tokens, window or tokens)
     return seen * (seen + 1) // 2 + (tokens - seen) * seen
 
@@ -50,9 +51,9 @@ def layer_areas(model: ModelConfig, tokens: int) -> list[int]:
 def _sizes(
     model: ModelConfig, layer: int, tp: int, ep: int
 ) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return the parameters per rank of a layer, and of its LoRA pairs.
+    """Return the per-rank parameter counts of a layer, and of its LoRA pairs.
 
-    Each is a pair of numbers: of all tensors, and of the tensors of experts.
+    Each consists of two numbers: the count of all tensors, and the count of expert tensors.
     """
 
     def sums(tensors: Iterator[Tensor]) -> tuple[int, int]:
@@ -65,14 +66,14 @@ def _sizes(
                 of_experts += size
         return total, of_experts
 
-    # experts are counted separately, because their state is sharded over different ranks
+    # experts are counted separately because their state is sharded over different ranks
     described = layers_of(model)[layer]
     return sums(described.tensors(model)), sums(described.pairs(model))
 
 
 @functools.cache
 def first_alike(model: ModelConfig) -> tuple[int, ...]:
-    """Return for each layer the index of the first layer that equals it except for the name."""
+    """Return, for each layer, the index of the first layer that is equal except for its name."""
     # layers are frozen dataclasses, so they can be compared without their names
     nameless = [dataclasses.replace(layer, name="") for layer in layers_of(model)]
     return tuple(map(nameless.index, nameless))
@@ -82,7 +83,7 @@ def of_layers(
     model: ModelConfig, layers: Iterable[int], count: Callable[[int], Counted]
 ) -> list[Counted]:
     """Return `count(layer)` for each layer, computed only once for equal layers."""
-    # a model may have a hundred layers, but only a few different ones
+    # a model may have a hundred layers, but only a few of them differ
     first = first_alike(model)
     alike = [first[layer] for layer in layers]
     known = {layer: count(layer) for layer in set(alike)}
@@ -92,7 +93,7 @@ def of_layers(
 def _sizes_of(
     model: ModelConfig, layer: int, tp: int, ep: int
 ) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return `_sizes` of the first equal layer, so that the cache has one entry for all of them.
+    """Return `_sizes` of the first equal layer, so that equal layers share one cache entry.
 
     A layer may have thousands of expert tensors, which take time to add up.
     """
@@ -100,23 +101,26 @@ def _sizes_of(
 
 
 def layer_parameters(model: ModelConfig, tp: int = 1, layer: int = 0, ep: int = 1) -> int:
-    """Return the parameters of one decoder block per rank of tp and ep, without LoRA pairs."""
+    """Return the number of parameters of a block per rank (tp, ep), without LoRA pairs."""
     return _sizes_of(model, layer, tp, ep)[0][0]
 
 
 def expert_parameters(model: ModelConfig, layer: int, ep: int = 1, *, pairs: bool = False) -> int:
-    """Return the expert parameters of one block per ep rank, or those of their LoRA `pairs`."""
+    """Return the number of a block's expert parameters per ep rank.
+
+    With `pairs`, count the parameters of their LoRA pairs instead.
+    """
     of_layer, of_pairs = _sizes_of(model, layer, 1, ep)
     return of_pairs[1] if pairs else of_layer[1]
 
 
 def pair_parameters(model: ModelConfig, tp: int = 1, layer: int = 0, ep: int = 1) -> int:
-    """Return the LoRA parameters of one decoder block per rank of tp and ep; 0 without LoRA."""
+    """Return the number of LoRA parameters of a block per rank (tp, ep); 0 without LoRA."""
     return _sizes_of(model, layer, tp, ep)[1][0]
 
 
 def vocabulary_rows(model: ModelConfig, rows: int, tp: int = 1) -> int:
-    """Return the rows of a vocabulary table per tp rank, with padding.
+    """Return the number of rows of a vocabulary table per tp rank, including padding.
 
     The result is 0 if `rows` is 0, which means that the vocabulary is not known yet.
     """
@@ -126,36 +130,36 @@ def vocabulary_rows(model: ModelConfig, rows: int, tp: int = 1) -> int:
 
 @functools.cache
 def model_parameters(model: ModelConfig) -> int:
-    """Return the parameters of the decoder as in a checkpoint: no padding, a tied weight once."""
+    """Return the number of decoder parameters in a checkpoint: no padding, tied weights once."""
     return sum(tensor.size for tensor in model_tensors(model))
 
 
 def head_flops(model: ModelConfig, tokens: int) -> Flops:
-    """Return the forward FLOPs of the output head."""
+    """Return the FLOPs of the output head's forward pass."""
     return Flops(2.0 * tokens * model.hidden_size * model.vocab_size, 0.0)
 
 
 def model_flops(model: ModelConfig, tokens: int, area: int) -> Flops:
-    """Return the forward FLOPs of the decoder over `tokens` tokens, without LoRA pairs.
+    """Return the FLOPs of the decoder's forward pass over `tokens` tokens, without LoRA pairs.
 
-    `area` is the number of allowed (query, key) pairs of an attention layer, over all documents.
+    `area` is the number of allowed (query, key) pairs in an attention layer, over all documents.
     """
     blocks = (layer.flops(model, tokens, area) for layer in layers_of(model))
     return sum(blocks, head_flops(model, tokens))
 
 
 def tower_parameters(config: RunConfig, tp: int = 1) -> int:
-    """Return the parameters of the vision tower per tp rank; 0 without a tower."""
+    """Return the number of vision tower parameters per tp rank; 0 without a tower."""
     return sum(tensor.local_size(tp) for tensor in tower_tensors(config))
 
 
 def connector_parameters(config: RunConfig, tp: int = 1) -> int:
-    """Return the parameters of the connector per tp rank; 0 without a tower."""
+    """Return the number of connector parameters per tp rank; 0 without a tower."""
     return sum(tensor.local_size(tp) for tensor in connector_tensors(config))
 
 
 def run_parameters(config: RunConfig) -> int:
-    """Return the parameters of decoder, tower and connector as in a checkpoint."""
+    """Return the number of parameters of decoder, tower and connector in a checkpoint."""
     return model_parameters(config.model) + tower_parameters(config) + connector_parameters(config)
 
 
@@ -173,16 +177,16 @@ def trained_parameters(config: RunConfig) -> int:
 
 
 def crop_flops(config: RunConfig) -> Flops:
-    """Return the tower's forward FLOPs over one crop.
+    """Return the FLOPs of the tower's forward pass over one crop.
 
-    An image of any shape is assumed to have as many patches as there are learned positions.
+    Images of any shape are assumed to have one patch per learned position.
     """
     tower, _ = VISION_KINDS[config.vision.vision_family]
     return tower.flops(config.vision, config.model, config.vision.crop_patches)
 
 
 def pooled_flops(config: RunConfig, window: int = POOLED_PATCHES) -> Flops:
-    """Return the connector's forward FLOPs over one pooled token of `window` patches."""
+    """Return the FLOPs of the connector's forward pass for a pooled token of `window` patches."""
     _, connector = VISION_KINDS[config.vision.vision_family]
     return connector.flops(config.vision, config.model, window)
 
@@ -195,9 +199,9 @@ def vision_flops(
     *,
     published: bool = False,
 ) -> float:
-    """Return the training FLOPs of tower and connector for the crops and pooled tokens of a row.
+    """Return the training FLOPs of tower and connector for a row's crops and pooled tokens.
 
-    Computations that frozen parts skip are left out. With `published`, count as in published MFU.
+    Work that frozen parts skip is not counted. With `published`, count as in published MFU.
     """
     frozen = config.frozen_parts
     tower = crop_flops(config).times(crops)
@@ -205,7 +209,7 @@ def vision_flops(
     if published:
         tower = tower.published
         connector = connector.published
-    # A frozen connector passes gradients on only if the tower before it is trained.
+    # a frozen connector passes gradients on only if the tower before it is trained
     if "vision" in frozen:
         of_tower = tower.forward
         frozen_connector = connector.forward
@@ -216,7 +220,7 @@ def vision_flops(
 
 
 def pair_flops(model: ModelConfig, tokens: int, layer: int) -> Flops:
-    """Return the forward FLOPs of a block's LoRA pairs."""
+    """Return the FLOPs of the forward pass through a block's LoRA pairs."""
     passed = pair_parameters(model, 1, layer)
     of_experts = expert_parameters(model, layer, pairs=True)
     if of_experts:
@@ -228,9 +232,9 @@ def pair_flops(model: ModelConfig, tokens: int, layer: int) -> Flops:
 def block_flops(
     config: RunConfig, tokens: int, area: int, layer: int, *, published: bool = False
 ) -> float:
-    """Return the training FLOPs of a block, with its LoRA pairs.
+    """Return the training FLOPs of a block, including its LoRA pairs.
 
-    A frozen block only computes the gradients of its inputs. `published` as in `vision_flops`.
+    A frozen block only computes input gradients. With `published`, count as in published MFU.
     """
     flops = layers_of(config.model)[layer].flops(config.model, tokens, area)
     if published:
@@ -241,7 +245,10 @@ def block_flops(
 
 
 def text_flops(config: RunConfig, tokens: int, area: int) -> float:
-    """Return the training FLOPs of the decoder as in published MFU; `area` as in `model_flops`."""
+    """Return the decoder's training FLOPs as counted in published MFU.
+
+    `area` is the same as for `model_flops`.
+    """
     head = head_flops(config.model, tokens)
     blocks = sum(
         block_flops(config, tokens, area, layer, published=True)
@@ -251,16 +258,16 @@ def text_flops(config: RunConfig, tokens: int, area: int) -> float:
 
 
 def planned_images(config: RunConfig) -> tuple[int, int]:
-    """Return the crops and pooled tokens of one pack to plan for.
+    """Return the number of crops and pooled tokens per pack to plan for.
 
-    They follow from `--vision-planned-crops`; by default, image tokens fill the whole pack.
+    They follow from --vision-planned-crops; by default, image tokens fill the whole pack.
     """
     v = config.vision
     length = config.data.seq_length
     if not v.vision_num_layers:
         return 0, 0
     crops_per_image, tokens_per_image = v.smallest_image
-    # crops of small images that fill the pack with image tokens
+    # number of crops if small images fill the pack with image tokens
     full = crops_per_image * -(-length // tokens_per_image)
     crops = v.vision_planned_crops or full
     images = -(-crops // crops_per_image)
@@ -268,19 +275,19 @@ def planned_images(config: RunConfig) -> tuple[int, int]:
 
 
 def encoders(config: RunConfig, world_size: int) -> tuple[int, int]:
-    """Return the number of packs that are encoded together, and the number of ranks for them."""
-    # with `replicate`, each rank encodes the images of the whole row, which may have several packs
+    """Return the number of packs whose images are encoded together, and by how many ranks."""
+    # with `replicate`, each rank encodes all images of a row, which may contain several packs
     if config.parallel.vision_shards == "replicate":
         return packs_in_a_row(config, world_size), 1
     return 1, config.parallel.context_parallel_size
 
 
 def run_stage_costs(config: RunConfig, world_size: int) -> tuple[list[float], float, float]:
-    """Return the costs of each layer, of embedding and vision, and of head and loss.
+    """Return the costs of each layer, of embedding and vision together, and of head and loss.
 
     Costs are training FLOPs for one causal pack. Text is split over cp, so vision work that is not
-    split counts cp times. The embedding counts one operation per element, forward and backward.
-    Experts have the planned load.
+    split counts cp times. The embedding counts as one operation per element in each pass. Experts
+    have the planned load.
     """
     model = config.model
     tokens = config.data.seq_length
@@ -292,7 +299,7 @@ def run_stage_costs(config: RunConfig, world_size: int) -> tuple[list[float], fl
     every = range(model.num_layers)
     blocks = of_layers(model, every, lambda layer: block_flops(config, tokens, areas[layer], layer))
     if model.num_experts > 0:
-        # `block_flops` assumes an even load; add the excess, per parameter of the experts
+        # `block_flops` assumes an even load, so add the excess FLOPs per expert parameter
         excess = 2.0 * tokens * (planned_load(config) - 1) * model.moe_router_topk
         more = Flops(excess / model.num_experts, 0.0)
         factor = more.passing if frozen else more.training
@@ -321,10 +328,9 @@ def stage_layers(config: RunConfig, world_size: int) -> list[list[range]]:
 
 
 def first_trained_stage(config: RunConfig, world_size: int) -> int:
-    """Return the first virtual stage with trained parameters. Earlier stages have no backward.
+    """Return the first virtual stage with trained parameters. Earlier stages have no backward pass.
 
-    It can be above 0 only with LoRA, because some kinds of layers have no linear of
-    `--lora-targets`.
+    It is above 0 only with LoRA, if the first layers have no linear layer in --lora-targets.
     """
     frozen = set(config.frozen_parts)
     has_vision = config.vision.vision_num_layers > 0
@@ -339,7 +345,7 @@ def first_trained_stage(config: RunConfig, world_size: int) -> int:
     return next(place for place, layers in enumerate(in_order) if not adapted.isdisjoint(layers))
 
 
-# Cached because the layout planner asks for the same partition for many layouts of a model.
+# Cached because the planner needs the same partition for many parallel layouts of a model.
 _known_cut = functools.cache(partition)
 
 
@@ -350,7 +356,7 @@ def offloaded_blocks(config: RunConfig, chunks: Sequence[range]) -> list[int]:
     # a fraction below 1 is rounded up; 1e-9 absorbs the rounding of the product
     wanted = math.ceil(asked * blocks - 1e-9) if asked < 1 else int(asked)
     wanted = min(blocks, wanted)
-    # distribute the blocks over the chunks in proportion to their sizes
+    # distribute the blocks among the chunks in proportion to the chunks' sizes
     counts = []
     for layers in chunks:
         count = -(-wanted * len(layers) // blocks)
@@ -361,9 +367,10 @@ def offloaded_blocks(config: RunConfig, chunks: Sequence[range]) -> list[int]:
 
 
 def logit_bytes(config: RunConfig) -> int:
-    """Return the bytes of one token's logits on a rank. Softmax and gradient reuse their memory.
+    """Return the size in bytes of one token's logits on a rank.
 
-    On a CPU, bfloat16 logits need an additional float32 copy. CUDA kernels work on them directly.
+    Softmax and gradient reuse their memory. On a CPU, bfloat16 logits need an additional float32
+    copy; CUDA kernels use them directly.
     """
     tp = config.parallel.tensor_model_parallel_size
     rows = vocabulary_rows(config.model, config.model.vocab_size, tp)
@@ -371,10 +378,10 @@ def logit_bytes(config: RunConfig) -> int:
 
 
 def loss_chunk_tokens(config: RunConfig) -> int:
-    """Return the number of tokens whose logits are computed at a time; 0 means a whole row.
+    """Return the number of tokens whose logits are computed at once; 0 means a whole row.
 
-    `auto` means a whole row if its logits fit into `LOSS_WORK`, else the largest power of two that
-    fits.
+    `auto` means a whole row if its logits fit into `LOSS_WORK`, otherwise the largest power of two
+    that fits.
     """
     asked = config.training.cross_entropy_chunk_tokens
     each = logit_bytes(config)

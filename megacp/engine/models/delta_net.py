@@ -1,9 +1,9 @@
 """Gated DeltaNet (Yang et al., 2025; Qwen3-Next, Qwen3.5), a recurrent mixer instead of attention.
 
 One projection computes q, k, v, the output gate z, and two rates for each value head: b for the
-write strength and a for the decay of the state. A short convolution processes q, k and v. Heads are
-cut over tp, each key head together with its value heads. Tokens are cut over cp, and the state is
-passed from rank to rank.
+write strength and a for the decay of the state. A short convolution processes q, k and v. tp splits
+the heads, and each key head stays with its value heads. cp splits the tokens, and ranks pass the
+state on.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class GatedDeltaNet(nn.Module):
             LinearSpec.of(prefix, linears, *DELTA_PROJECTED),
         )
         self.widths = [linears[name].outputs // backend.tp.size for name in DELTA_PROJECTED]
-        # in the order of the description; the last one is the norm, which the backend builds
+        # in the order of the description, which ends with the norm; the backend builds the norm
         *convolutions, bias, rate, _ = GATED_DELTA.others(config)
         self.convolution = row_parameter(prefix, convolutions, backend.options)
         self.dt_bias = row_parameter(prefix, [bias], backend.options)
@@ -52,12 +52,12 @@ class GatedDeltaNet(nn.Module):
     def forward(
         self, x: torch.Tensor, plan: AttentionPlan, rotary: Angles, save: Save
     ) -> torch.Tensor:
-        """Run the recurrence along the documents and branches of the plan; `rotary` is ignored."""
-        # the convolution takes q, k and v as one tensor of channels
+        """Run the recurrence along the plan's documents and branches; ignore `rotary`."""
+        # the convolution expects q, k and v as one tensor of channels
         widths = [sum(self.widths[:3]), *self.widths[3:]]
         channels, z, b, a = self.project(x, save).split(widths, -1)
         convolved = self.states.convolve(channels, self.convolution.squeeze(1), plan)
-        # [t, key heads/tp * d], the same, and [t, value heads/tp * d]
+        # q and k: [t, key heads/tp * d]; v: [t, value heads/tp * d]
         q, k, v = convolved.split(self.widths[:3], -1)
         # decays are close to 1, so their logarithms are fp32 or wider: [t, value heads/tp]
         wide = accumulation_dtype(x.dtype)
@@ -71,5 +71,5 @@ class GatedDeltaNet(nn.Module):
         return self.output(save(self._gated, out, z))
 
     def _gated(self, out: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        """Apply the gated norm of each head: `[t, heads/tp, d] -> [t, heads/tp * d]`."""
+        """Apply the gated norm to each head: `[t, heads/tp, d] -> [t, heads/tp * d]`."""
         return self.norm(out, z).flatten(1)

@@ -1,8 +1,8 @@
-"""A chunk of the decoder: some blocks, with embedding and vision at the start of the model, and the
-output head with the loss at its end.
+"""A chunk of the decoder: consecutive blocks, plus the embedding and vision encoder at the start of
+the model, and the output head with the loss at its end.
 
-The same class is used for a whole model, a pipeline stage and a virtual stage. Only the hidden
-state crosses stage boundaries.
+The same class is used for a whole model, a pipeline stage and a virtual stage. Stages exchange only
+hidden states.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from megacp.engine.tensor_parallel.vocabulary import TableSpec, Target, Vocabula
 
 Role = Literal["embedding", "vision", "block", "head", "chunk"]
 Made = Callable[[nn.Module, Role], None]
-"""Called with each part as soon as it is built, in forward order. The last call is for the whole
-chunk, for parameters that belong to no other part.
+"""Callback that is called with each part as soon as it is built, in the order of the forward pass.
+The last call is for the whole chunk, whose parameters include those that belong to no other part.
 """
 
 
 class OutputHead(nn.Module):
     """Final norm, output projection and loss.
 
-    `table` is the embedding's table if the weights are tied. The loss computes logits for
-    `chunk_tokens` tokens at a time (0: all).
+    If the weights are tied, `table` is the embedding's table. The loss computes the logits of
+    `chunk_tokens` tokens at once (0: all tokens).
     """
 
     def __init__(self, norm: nn.Module, table: VocabularyTable, chunk_tokens: int) -> None:
@@ -52,22 +52,22 @@ class OutputHead(nn.Module):
     def forward(self, hidden: torch.Tensor, target: Target) -> torch.Tensor:
         """Return this rank's part of the loss for `hidden[t/tp, h]`.
 
-        It is a scalar in fp32 or wider, replicated over tp.
+        The result is a scalar in fp32 or wider, replicated over tp.
         """
         return self.table.loss(self.norm(hidden), target, self.chunk_tokens)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return logits of `hidden[t/tp, h]` over this rank's vocabulary rows, without padding."""
+        """Return the logits of `hidden[t/tp, h]` for this rank's vocabulary rows (no padding)."""
         return self.table.logits(self.norm(hidden))
 
 
 class LanguageModelChunk(nn.Module):
     """Consecutive layers of the decoder.
 
-    A chunk that starts at layer 0 includes embedding and vision; a chunk with the last layer
-    includes the head. `tied_across` means that embedding and head are copies of one table on two
-    stages. The loss computes logits for `loss_chunk_tokens` tokens at a time (0: all). `made` is
-    called with every part.
+    A chunk that starts at layer 0 includes the embedding and the vision encoder; a chunk with the
+    last layer includes the head. `tied_across` means that embedding and head are copies of one
+    table on two stages. The loss computes the logits of `loss_chunk_tokens` tokens at once (0: all
+    tokens). `made` is called with every part.
     """
 
     def __init__(
@@ -89,18 +89,18 @@ class LanguageModelChunk(nn.Module):
         self.is_first = layers.start == 0
         self.is_last = layers.stop == config.num_layers
         tied = not config.untie_embeddings_and_output_weights
-        # the two copies of a tied table sum their gradients over this axis
+        # the gradients of a tied table's two copies are summed over this axis
         shared = ("embedding",) if tied and tied_across else ()
         if self.is_first:
             embedding = vocabulary_table(config, "embedding", config.embedding_rows)
             self.embedding = backend.vocabulary(TableSpec(embedding, shared))
-            # A tied table that is also the head is needed until the end, so it stays in the chunk.
+            # a tied table that is also the head is needed until the end, so it stays in the chunk
             if not (tied and self.is_last):
                 made(self.embedding, "embedding")
             if vision is not None and vision.vision_num_layers > 0:
                 self.vision = VisionEncoder(vision, config, backend, recompute)
                 made(self.vision, "vision")
-        # build and, with ZeRO-3, shard one block at a time
+        # build (and, with ZeRO-3, shard) one block at a time
         self.blocks = nn.ModuleList()
         for layer in layers:
             self.blocks.append(Block(layer, config, backend, recompute))
@@ -110,7 +110,7 @@ class LanguageModelChunk(nn.Module):
             if tied and self.is_first:
                 last = self.embedding
             else:
-                # a tied copy has the embedding's name, and only one of both counts in the norm
+                # a tied copy has the embedding's name, and only one of the two counts in the norm
                 name = "embedding" if tied else "head"
                 tensor = vocabulary_table(config, name, config.vocab_size)
                 last = backend.vocabulary(TableSpec(tensor, shared, counted=not tied))
@@ -130,7 +130,8 @@ class LanguageModelChunk(nn.Module):
         self.frequencies = frequencies.to(next(self.parameters()).device)
         self.axes = rotary_axes(config.mrope_section, config.rotary_dim // 2)
         self.replaces = vision is not None and vision.family.replaces
-        """Whether features replace the embeddings of image tokens instead of being added."""
+        """Whether features replace the embeddings of image tokens instead of being added to them.
+        """
         self.multiplier = config.embedding_multiplier
         # with --window-rotary-base, sliding-window layers are not scaled for longer contexts
         self.window_frequencies = None
@@ -143,19 +144,19 @@ class LanguageModelChunk(nn.Module):
     def hidden(self, x: torch.Tensor | None, batch: LocalBatch, tokens: int = 0) -> torch.Tensor:
         """Return the hidden state `[t/tp, h]` after the blocks of this chunk.
 
-        On the first chunk, `x` is the result of `embedded`, or None to compute it. `tokens` as in
-        `Routes`.
+        In the first chunk, `x` is the result of `embedded`, or None to compute it here. `tokens` is
+        the same as in `Routes`.
         """
         if x is None:
             x = self.embedded(batch)
         positions = batch.position_ids
         if positions.dim() == 2:
-            # [t, 3] -> [t, rotary_dim / 2]: each angle follows time, row or column
+            # [t, 3] -> [t, rotary_dim / 2]: each angle follows the time, row or column
             positions = positions[:, self.axes]
         near = far = cos_sin(positions, self.frequencies, self.backend.dtype, self.rotary_factor)
         if self.window_frequencies is not None:
             near = cos_sin(positions, self.window_frequencies, self.backend.dtype)
-        # with sequence parallelism, each tp rank has a part of the tokens between linear layers
+        # with sequence parallelism, tp ranks have different tokens between linear layers
         if self.backend.sequence_parallel:
             names = slice_of(batch.token_names, self.backend.tp)
             parts = self.backend.tp
@@ -164,28 +165,28 @@ class LanguageModelChunk(nn.Module):
             parts = single_axis("one")
         routes = Routes.of(batch.plan, parts, x.device, tokens) if self.has_experts else None
         inputs = BlockInputs(batch.plan, (far, near), names, batch.token_names, batch.key, routes)
-        # for example the FP8 context of Transformer Engine
+        # for example, Transformer Engine's FP8 context
         with self.backend.precision():
             for block in self.blocks:
                 x = block(x, inputs)
         return x
 
     def embedded(self, batch: LocalBatch, features: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the embeddings of this rank's tokens, with image features at the image tokens.
+        """Return the embeddings of this rank's tokens, including the features of image tokens.
 
-        `features` is the output of `vision` for the images of the batch; None computes it. Only the
-        first chunk has an embedding. Raise ValueError if the batch has image tokens, but the model
-        has no vision tower.
+        `features` is the output of `vision` for the batch's images, or None to compute it here.
+        Only the first chunk has an embedding. Raise ValueError if the batch has image tokens but
+        the model has no vision tower.
         """
         x = self.embedding(batch.tokens)
         if self.multiplier != 1:
-            # transformers rounds the factor to the dtype of the weights, so this does as well
+            # round the factor to the dtype of the weights, like transformers
             x = x * x.new_full((), self.multiplier)
         if self.vision is None:
             if batch.vision is not None and len(batch.vision.routes.source):
                 raise ValueError(
                     f"a row has {len(batch.vision.routes.source)} image tokens, but the model has "
-                    "no vision tower: --vision-num-layers is 0"
+                    "no vision tower: set --vision-num-layers above 0"
                 )
             return x
         if batch.vision is None:
@@ -203,10 +204,10 @@ class LanguageModelChunk(nn.Module):
         )
 
     def row_logits(self, batch: LocalBatch, features: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the logits of a row in its order: `[T, vocabulary rows of this rank]`.
+        """Return a row's logits in the order of its tokens: `[T, vocabulary rows of this rank]`.
 
-        `features` as in `embedded`. The chunk must be the whole model. Raise ValueError if the row
-        is split over cp ranks.
+        `features` is the same as in `embedded`. The chunk must be the whole model. Raise ValueError
+        if cp ranks share the row.
         """
         hidden = self.hidden(self.embedded(batch, features), batch)
         return batch.in_row_order(self.head.logits(hidden))  # [t, vocabulary] -> [T, vocabulary]
@@ -214,10 +215,10 @@ class LanguageModelChunk(nn.Module):
     def forward(
         self, x: torch.Tensor | None, batch: LocalBatch, denominator: float, tokens: int = 0
     ) -> torch.Tensor:
-        """Return the hidden state, or on the last chunk this rank's part of the loss.
+        """Return the hidden state or, in the last chunk, this rank's part of the loss.
 
-        The loss is divided by the denominator of the step. It is a scalar in fp32 or wider,
-        replicated over tp.
+        The loss is divided by the step's denominator. It is a scalar in fp32 or wider, replicated
+        over tp.
         """
         hidden = self.hidden(x, batch, tokens)
         if not self.is_last:

@@ -1,8 +1,8 @@
 """Mamba-2 (Dao and Gu, 2024; Nemotron-H), a recurrent mixer instead of attention.
 
 One projection computes the gate z, the inputs x, B and C, and a step size dt for each head. A short
-convolution processes x, B and C. Each head has one decay. Heads are cut over tp, each group of B
-and C together with its heads. Tokens are cut over cp, and states are passed from rank to rank.
+convolution processes x, B and C. Each head has one decay rate. tp splits the heads, and each group
+of B and C stays with its heads. cp splits the tokens, and ranks pass states on.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Mamba2(nn.Module):
     def forward(
         self, x: torch.Tensor, plan: AttentionPlan, rotary: Angles, save: Save
     ) -> torch.Tensor:
-        """Run the recurrence along the documents and branches of the plan; `rotary` is ignored."""
-        # the convolution takes x, B and C as one tensor of channels
+        """Run the recurrence along the plan's documents and branches; ignore `rotary`."""
+        # the convolution expects x, B and C as one tensor of channels
         widths = [self.widths[0], sum(self.widths[1:4]), self.widths[4]]
         z, channels, dt = self.project(x, save).split(widths, -1)
         convolved = self.states.convolve(channels, self.convolution.squeeze(1), plan)
@@ -66,12 +66,12 @@ class Mamba2(nn.Module):
         wide = accumulation_dtype(x.dtype)
         step = F.softplus(dt.to(wide) + self.dt_bias.to(wide))  # [t, heads/tp]
         log_decay = -self.log_rate.to(wide).exp() * step
-        # C reads the state, B and x write to it: attention with C, B and x as q, k and v
+        # C reads the state, and B and x write to it, like q, k and v in attention
         read = self.states.move(plan, c, b, (x * step.unsqueeze(-1)).to(x.dtype), log_decay)
         return self.output(save(self._gated, read + x * self.skip.unsqueeze(-1), z))
 
     def _gated(self, out: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        """Multiply by SiLU of the gate, then apply RMSNorm over the heads of each group."""
+        """Multiply by the SiLU of the gate, then apply RMSNorm over the heads of each group."""
         # in fp32 or wider, like all norms
         wide = accumulation_dtype(out.dtype)
         gated = (out.flatten(1) * F.silu(z)).unflatten(-1, (self.groups, -1)).to(wide)

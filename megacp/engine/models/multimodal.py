@@ -1,14 +1,14 @@
-"""The vision encoder: from image crops to features with the width of the language model.
+"""The vision encoder, which converts image crops to features with the language model's width.
 
 A rank without crops returns empty features that depend on every trained vision parameter, with a
-gradient of zero. So every microbatch gives every parameter a gradient, with or without images. With
-a frozen language model, the loss would otherwise have no graph.
+gradient of zero. This ensures that every microbatch gives every parameter a gradient, with or
+without images. Otherwise, the loss would have no autograd graph if the language model is frozen.
 
 The connector turns each window of patches into one feature. In Molmo2, the query of a window is the
-mean of its patches. Attention over the patches pools them, and a SwiGLU MLP projects the result. A
-window position outside the image is -1; it is left out of the mean and gets no attention weight.
-Windows are independent, so they can be distributed over ranks in any way. Heads and MLP are cut
-over tp, and inputs and outputs are replicated.
+mean of its patches. Attention pools the patches, and a SwiGLU MLP projects the result. Window
+positions outside the image are -1; they are excluded from the mean and get no attention weight.
+Windows are independent, so they can be distributed across ranks in any way. tp splits heads and
+MLP, and inputs and outputs are replicated.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class Connector(nn.Module):
         self.down = backend.row_linear(product("mlp.down"))
 
     def forward(self, features: torch.Tensor, pooling: torch.Tensor) -> torch.Tensor:
-        """Pool and project.
+        """Pool each window of features and project the result.
 
-        `pooling` has int64 row numbers of `features`, and -1 for positions outside the image. Every
-        window has at least one valid position.
+        `pooling` contains int64 row indices of `features`, or -1 for positions outside the image.
+        Every window has at least one valid position.
         """
         valid = pooling >= 0  # [m, w]
-        # positions outside the image read patch 0 and are then set to 0
+        # positions outside the image select patch 0, and are then set to 0
         rows = pooling.clamp(min=0).flatten()
         windows = features.index_select(0, rows)
         windows = windows.unflatten(0, pooling.shape) * valid[..., None]  # [m, w, 2 h]
@@ -82,7 +82,7 @@ class Merger(nn.Module):
         self.down = backend.row_linear(LinearSpec.of("connector", linears, "mlp.down"))
 
     def forward(self, features: torch.Tensor, pooling: torch.Tensor) -> torch.Tensor:
-        """Concatenate the patches of each window and project; `pooling` has int64 row numbers."""
+        """Concatenate each window's patches and project; `pooling` contains int64 row indices."""
         # [c, h] -> [m, 4 h]
         windows = self.norm(features).index_select(0, pooling.flatten()).view(len(pooling), -1)
         return self.down(F.gelu(self.up(windows)))
@@ -100,7 +100,7 @@ class _Nothing(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, width: int, *parameters: torch.Tensor) -> torch.Tensor:
-        """Return the empty tensor, with the dtype and device of the parameters."""
+        """Return an empty tensor with the dtype and device of the parameters."""
         ctx.save_for_backward(*parameters)
         return parameters[0].new_empty(0, width)
 
@@ -113,7 +113,7 @@ class _Nothing(torch.autograd.Function):
 class VisionEncoder(nn.Module):
     """Vision tower and connector: `patches[c, N, 3 p p]`, `pooling[m, w]` -> features `[m, h]`.
 
-    All of them are replicated over tp.
+    All of these tensors are replicated over tp.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class VisionEncoder(nn.Module):
         super().__init__()
         self.config = config
         self.width = model.hidden_size
-        # towers replicate activations over tp, so their layers do not shard the sequence
+        # towers replicate activations over tp, so they do not use sequence parallelism
         tower, connector = TOWERS[config.vision_family]
         self.tower = tower(config, model, backend.tower("vision"), recompute)
         self.connector = connector(config, model, backend.tower("connector"))
@@ -137,11 +137,11 @@ class VisionEncoder(nn.Module):
         pooling: torch.Tensor | None,
         grids: PatchGrids | None = None,
     ) -> torch.Tensor:
-        """Return features in the order of `pooling`.
+        """Return the features of all windows, in the order of `pooling`.
 
-        `pooling` has int64 row numbers of `patches.flatten(0, 1)`, or -1; every window has at least
-        one patch. `grids` are the image sizes, for families that need them. Without crops or
-        windows the features are `[0, h]`. Raise ValueError for crops of a wrong size.
+        `pooling` contains int64 row indices of `patches.flatten(0, 1)`, or -1; every window has at
+        least one patch. `grids` are the image sizes, for families that need them. Without crops or
+        windows, the features are `[0, h]`. Raise ValueError if crops have the wrong size.
         """
         if patches is None or pooling is None:
             return self._nothing()
@@ -150,15 +150,15 @@ class VisionEncoder(nn.Module):
             raise ValueError(
                 f"got crops of shape {tuple(patches.shape)}, but --vision-image-size "
                 f"{self.config.vision_image_size} and --vision-patch-size "
-                f"{self.config.vision_patch_size} need (crops, {expected[0]}, {expected[1]}): was "
-                "--data-path built with different image sizes?"
+                f"{self.config.vision_patch_size} need (crops, {expected[0]}, {expected[1]}): set "
+                "these flags to the sizes that --data-path was built with"
             )
         if 0 in (patches.shape[0], pooling.shape[0]):
             return self._nothing()
         return self.connector(self.tower(patches, grids), pooling)
 
     def _nothing(self) -> torch.Tensor:
-        """Return empty features `[0, h]`, which give every trained parameter a gradient of 0."""
+        """Return empty features `[0, h]` that give every trained parameter a gradient of 0."""
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
         if trained:
             return _Nothing.apply(self.width, *trained)

@@ -1,4 +1,4 @@
-"""Descriptions of LoRA pairs in words, for the start of a run, for a plan and for an export."""
+"""Descriptions of LoRA adapters in words, for the start of a run, a plan or an export."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megacp.storage.wording import human_count
 
 
 def describe_pairs(model: ModelConfig) -> str:
-    """Describe the LoRA pairs in words.
+    """Return a description of the model's LoRA adapters.
 
     For example: `rank 8, alpha 16, on attention.q, experts.gate (rank 4, alpha 8)`.
     """
@@ -27,7 +27,7 @@ def describe_pairs(model: ModelConfig) -> str:
 
 
 def layers_in_words(layers: Sequence[int]) -> str:
-    """Return ascending layer numbers as ranges: `0-2, 4`."""
+    """Return ascending layer numbers as ranges, such as `0-2, 4`."""
     # [first, last] of each run of consecutive numbers
     ranges = list[list[int]]()
     for layer in layers:
@@ -40,7 +40,7 @@ def layers_in_words(layers: Sequence[int]) -> str:
 
 
 def parts_without_pairs(config: RunConfig) -> list[str]:
-    """Return lines about parts of layers without LoRA pairs, and about untrained experts."""
+    """Return log lines about layers without LoRA adapters, and about untrained experts."""
     model = config.model
     who = "the adapter" if config.checkpoint.load_adapter is not None else "--lora-targets"
     if not model.lora_pairs:
@@ -55,25 +55,25 @@ def parts_without_pairs(config: RunConfig) -> list[str]:
         elif not any(kind.startswith(f"{layer.mixer.name}.") for kind in kinds):
             bare.setdefault(layer.mixer.name, []).append(i)
     lines = []
-    # if all layers have the same kind of mixer, the list of kinds is enough
+    # if all layers have the same kind of mixer, `describe_pairs` is enough
     mixers = {layer.mixer.name for layer in layers}
     if len(mixers) > 1:
         for part, of_part in bare.items():
             shown = layers_in_words(of_part)
-            lines.append(f"no low-rank pairs: {part} of layers {shown} ({who} names none)")
-    # most parameters of such a model are in its experts, so say if they stay frozen
+            lines.append(f"no LoRA adapters on {part} of layers {shown} ({who} includes none)")
+    # most parameters of a model are in its experts, so report it if they stay frozen
     experts = [layer for layer in layers if layer.is_routed]
     if experts and not any(kind in model.lora_pairs for kind in EXPERT_KINDS):
         # weights of one expert
         matrices = sum(linear.inputs * linear.outputs for linear in MOE.of_expert(model).values())
         count = human_count(matrices * model.num_experts * len(experts))
         if config.checkpoint.load_adapter is not None:
-            advice = "the adapter has no pairs on them"
+            advice = "the loaded adapter does not include them"
         else:
             targets = ",".join([model.lora_targets or "q,v", *EXPERT_KINDS])
-            advice = f"--lora-targets {targets} trains low-rank pairs on them"
+            advice = f"--lora-targets {targets} would train LoRA adapters on them"
         lines.append(
-            f"experts are not trained: {count} parameters in {model.num_experts} experts of "
-            f"{len(experts)} layers; {advice}"
+            f"experts are not trained: {count} parameters ({model.num_experts} experts in each of "
+            f"{len(experts)} layers); {advice}"
         )
     return lines

@@ -1,13 +1,14 @@
 """Selective and full recomputation of a block.
 
 Selective recomputation registers the outputs of cheap functions, such as norms. Wherever autograd
-would save such an output (for example as the input of a linear), it saves a recipe instead, and
-backward runs the recipe. No matrix product and no communication is repeated.
-`torch.utils.checkpoint` around a norm cannot do this: the next linear would save the output anyway.
+would save such an output, for example as the input of a linear layer, it saves a recipe instead,
+which the backward pass runs. No matrix product and no communication is repeated.
+`torch.utils.checkpoint` around a norm cannot do this, because the next linear layer would save the
+norm's output anyway.
 
 Full recomputation repeats a block except its core attention, whose cost grows with the row length.
-The attention node of the first forward stays in the graph with its output and log-sum-exp. Only its
-queries, keys and values are recomputed.
+The attention node of the first forward pass stays in the graph with its output and log-sum-exp.
+Only its queries, keys and values are recomputed.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ from megacp.engine.config.training import RecomputeMode
 from megacp.engine.save import Save, keep
 
 Recipe = Callable[[], torch.Tensor]
-"""Recomputes a tensor."""
+"""Function that recomputes a tensor."""
 Key = tuple[Any, ...]
-"""Identifies a tensor by its storage and view."""
+"""Key that identifies a tensor by its storage and view."""
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
-"""Functions that replace a saved tensor by another object, and that restore the tensor."""
+"""A function that replaces a saved tensor with another object, and one that restores the tensor."""
 HELD: Hooks = (lambda x: x, lambda x: x)
 """Hooks that keep saved tensors unchanged."""
 
 
 class Recomputation(Save):
-    """Selective recomputation. Use `with recomputation.active():` around the forward of a block.
+    """Selective recomputation. Run a block's forward pass in `with recomputation.active():`.
 
-    `hooks` store the inputs of recipes, and saved tensors that have no recipe.
+    `hooks` store the inputs of recipes, and saved tensors without a recipe.
     """
 
     def __init__(self, hooks: Hooks = HELD) -> None:
@@ -46,13 +47,13 @@ class Recomputation(Save):
         self._registered: dict[
             Key, tuple[Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]
         ] = {}
-        # keeps the storages alive until the block is done, so that no two outputs have the same key
+        # keeps storages alive until the block is done, so that two outputs never have the same key
         self._outputs: list[torch.Tensor] = []
 
     def __call__(
         self, function: Callable[..., torch.Tensor], *inputs: torch.Tensor
     ) -> torch.Tensor:
-        """Return `function(*inputs)`. Wherever autograd saves the result, it saves a recipe."""
+        """Return `function(*inputs)`. Where autograd would save the result, it saves a recipe."""
         output = function(*inputs)
         self._registered[self._key(output)] = function, tuple(x.detach() for x in inputs)
         self._outputs.append(output.detach())
@@ -60,7 +61,7 @@ class Recomputation(Save):
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Replace saved tensors by recipes within the context; forget the outputs at its end."""
+        """Replace saved tensors with recipes within the context; forget the outputs at its end."""
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             yield
         self._registered.clear()
@@ -94,32 +95,32 @@ class Recomputation(Save):
 
 
 class KeptResults(Save):
-    """Full recomputation of one block, without a second call of the function of `results`.
+    """Full recomputation of a block, without a second call of the function given to `results`.
 
-    The node of this function stays in the graph with its saved tensors. Only its inputs are
-    recomputed, together with the block.
+    This function's node stays in the graph with its saved tensors. Only its inputs are recomputed,
+    together with the block.
     """
 
     def __init__(self, hooks: Hooks = HELD) -> None:
         self._hold, self._give = hooks
-        # (held output, whether it requires a gradient) of the first forward
+        # from the first forward pass: (held output, whether it requires a gradient)
         self._given: tuple[Any, bool] | None = None
 
     def results(self, function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
-        """Return `function(*inputs)` in the forward, and the same output in the recomputation."""
-        # These nodes save the inputs. In the forward, `checkpoint` drops the saved tensors. The
-        # recomputation fills them in again, so both passes need the same nodes.
+        """Return `function(*inputs)`; during recomputation, return the output of the first call."""
+        # These nodes save the inputs. In the forward pass, `checkpoint` drops the saved tensors.
+        # Recomputation fills them in again, so both passes need the same nodes.
         marks = [Kept.apply(x, *inputs) for x in inputs]
         if self._given is not None:
             held, wanted = self._given
-            # same requires_grad as in the forward, so that later nodes save the same tensors
+            # same requires_grad as in the forward pass, so that later nodes save the same tensors
             return self._give(held).detach().requires_grad_(wanted)
         places = {x.untyped_storage()._cdata: place for place, x in enumerate(inputs)}
-        # cached, because `checkpoint` returns each saved tensor only once
+        # cached because `checkpoint` returns each saved tensor only once
         made = functools.cache(lambda place: marks[place].grad_fn.saved_tensors[0].detach())
 
         def pack(x: torch.Tensor) -> Any:
-            # views of an input are recomputed, other saved tensors (such as the output) are kept
+            # views of an input are recomputed; other saved tensors, such as the output, are kept
             place = places.get(x.untyped_storage()._cdata)
             if place is None:
                 return self._hold(x)
@@ -138,7 +139,7 @@ class KeptResults(Save):
 def run_block(
     body: Callable[..., torch.Tensor], mode: RecomputeMode, *inputs: Any, hooks: Hooks | None = None
 ) -> torch.Tensor:
-    """Return `body(*inputs, save)`, with recomputation in backward according to `mode`.
+    """Return `body(*inputs, save)`, with recomputation in the backward pass according to `mode`.
 
     `hooks` store and restore saved tensors, for example on the host. Under no_grad, autograd saves
     nothing, so nothing is recomputed.
@@ -151,7 +152,7 @@ def run_block(
             return body(*inputs, recomputation)
     with torch.autograd.graph.saved_tensors_hooks(*hooks) if hooks else contextlib.nullcontext():
         if mode.repeats_block:
-            # `checkpoint` sets inner hooks, so these outer hooks see only the input of the block
+            # `checkpoint` sets inner hooks, so these outer hooks apply only to the block's input
             results = KeptResults(hooks or HELD)
             return checkpoint(body, *inputs, results, use_reentrant=False, preserve_rng_state=False)
         return body(*inputs, keep)

@@ -1,14 +1,15 @@
 """Vision towers: ViTs (Dosovitskiy et al., 2021) that encode each crop or image independently.
 
-Patches attend only to patches of the same crop or image, so any rank can encode any of them. Only
-tp communicates: heads and MLP are cut over it, and activations between the linears are replicated.
-Sequence parallelism over patches would restrict the number of crops per rank to multiples of tp.
+Patches attend only to patches of the same crop or image, so any rank can encode any crop or image.
+Only tp ranks communicate: tp splits heads and MLP, and activations between the linear layers are
+replicated. Sequence parallelism over patches would restrict the number of crops per rank to
+multiples of tp.
 
 Molmo2: crops have learned positions. The tower concatenates the outputs of two blocks, without a
 final norm.
 
-Qwen3.5: images have any number of patches, in the order of 2 x 2 blocks. The learned positions of a
-square are resampled for each image. Queries and keys have rotary embeddings by row and column.
+Qwen3.5: images have any number of patches, which are ordered by 2 x 2 blocks. The learned positions
+of a square are resampled for each image. Queries and keys have rotary embeddings by row and column.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from megacp.engine.save import Save
 from megacp.engine.tensor_parallel.linear import LinearSpec
 
 Attend = Callable[..., torch.Tensor]
-"""Core attention: q, k, v `[patches, heads/tp, d]` and a `Caller` -> `[patches, heads/tp, d]`."""
+"""Core attention, from q, k and v `[patches, heads/tp, d]` and a `Caller` to the same shape."""
 
 
 class VisionBlock(nn.Module):
@@ -56,7 +57,7 @@ class VisionBlock(nn.Module):
         super().__init__()
         prefix = f"vision.blocks.{layer}"
         hidden = config.vision_hidden_size
-        epsilon = 1e-6  # both families use it in every LayerNorm
+        epsilon = 1e-6  # in every LayerNorm of both families
         product = functools.partial(LinearSpec.of, prefix, block_linears(config, model))
         self.head_dim = config.vision_head_dim
         # widths of q, k and v in the fused output of this tp rank
@@ -73,7 +74,7 @@ class VisionBlock(nn.Module):
         self.recompute = recompute
 
     def forward(self, x: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """Run the block with its recompute mode."""
+        """Run the block with its recompute mode; return `[patches, h]`."""
         return run_block(self._body, self.recompute, x, attend)
 
     def _body(self, x: torch.Tensor, attend: Attend, save: Save) -> torch.Tensor:
@@ -85,7 +86,7 @@ class VisionBlock(nn.Module):
 
 
 class Tower(nn.Module):
-    """Common part of all towers: patch embedding, learned positions and blocks."""
+    """Base class of all towers: patch embedding, learned positions and blocks."""
 
     def __init__(
         self,
@@ -98,7 +99,7 @@ class Tower(nn.Module):
         self.backend = backend
         self.scale = config.vision_head_dim**-0.5
         tower, _ = VISION_KINDS[config.vision_family]
-        # the first three tensors are the embedding, and the tensors of blocks follow
+        # the first three tensors belong to the embedding; the tensors of the blocks follow
         embedding = itertools.islice(tower.tensors(config, model), 3)
         self.weight, self.bias, self.positions = map(backend.parameter, embedding)
         self.blocks = nn.ModuleList(
@@ -107,11 +108,11 @@ class Tower(nn.Module):
         )
 
     def prepare(self, grids: PatchGrids | None) -> None:
-        """Compute the plan for images on the host, in a thread of the loader, before `forward`."""
+        """Compute the plan for images on the host, in a data loader thread, before `forward`."""
 
 
 class VisionTower(Tower):
-    """Molmo2's tower: `patches[c, N, 3 p p] -> [c * N, 2 h]`, features of two layers."""
+    """Molmo2's tower: `patches[c, N, 3 p p] -> [c * N, 2 h]`, the features of two layers."""
 
     def __init__(
         self,
@@ -130,8 +131,8 @@ class VisionTower(Tower):
         """Let all patches of a crop attend to each other."""
         # [c * N, heads/tp, d] -> [c, heads/tp, N, d]
         q, k, v = (x.unflatten(0, (-1, self.patches)).transpose(1, 2) for x in (q, k, v))
-        # `call` would keep the output instead of recomputing it. Attention takes only a tenth of
-        # the time of the block's products, so the memory is worth more.
+        # Do not use `call`, which would keep the output instead of recomputing it: attention takes
+        # only a tenth of the block's time for products, so saving memory is worth more.
         if q.device.type == STAND_IN:
             attended = dense_attention_of_gpu(q, k, v, self.scale)
         else:
@@ -151,18 +152,18 @@ class VisionTower(Tower):
 
 
 def patch_places(grids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return image number, row and column `[N]` of all patches.
+    """Return the image number, row and column of each patch, all `[N]`.
 
-    `grids[n, 2]` has the rows and columns of each image in blocks of 2 x 2 patches. The order is
-    row by row over blocks, and row by row within each block.
+    `grids[n, 2]` contains the rows and columns of each image, in blocks of 2 x 2 patches. The order
+    is row by row over blocks, and row by row within each block.
     """
-    # the empty arrays allow concatenation without any images
+    # empty arrays allow concatenation if there are no images
     empty = np.zeros(0, np.int64)
     image = [empty]
     rows = [empty]
     columns = [empty]
     for number, (h, w) in enumerate(grids.tolist()):
-        # patch numbers row by row [2 h, 2 w], then reordered block by block
+        # patch numbers [2 h, 2 w] row by row, reordered block by block
         place = np.arange(4 * h * w).reshape(h, 2, w, 2).swapaxes(1, 2).reshape(-1)
         image.append(np.full(len(place), number))
         rows.append(place // (2 * w))
@@ -171,10 +172,10 @@ def patch_places(grids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def _taps(place: np.ndarray, length: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray]:
-    """Interpolate linearly along one axis: return two table rows per patch and their weights.
+    """Return the two table rows to interpolate linearly for each patch, and their weights.
 
-    Both results are `[N, 2]`. The first of `length` places corresponds to row 0 and the last one to
-    row `side - 1`.
+    Both results are `[N, 2]`. The first of `length` places corresponds to row 0, and the last one
+    to row `side - 1`.
     """
     at = place * (side - 1) / np.maximum(length - 1, 1)
     low = np.minimum(at.astype(np.int64), side - 1)
@@ -184,10 +185,10 @@ def _taps(place: np.ndarray, length: np.ndarray, side: int) -> tuple[np.ndarray,
 
 
 def resampled(grids: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray]:
-    """Interpolate learned positions bilinearly.
+    """Return the four learned positions to interpolate bilinearly for each patch, with weights.
 
-    Return `[N, 4]` row numbers of a table of `side x side` positions for each patch, and `[N, 4]`
-    weights.
+    The results are row indices `[N, 4]` in a table of `side x side` positions, and weights
+    `[N, 4]`.
     """
     image, row, column = patch_places(grids)
     rows, by_row = _taps(row, 2 * grids[image, 0], side)
@@ -202,10 +203,10 @@ def resampled(grids: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray]:
 def patch_plan(
     grids: PatchGrids, side: int, device: torch.device
 ) -> tuple[AttentionPlan, list[torch.Tensor]]:
-    """Return the attention plan of images, and the tensors that depend on their sizes.
+    """Return the attention plan for images, and the tensors that depend on their sizes.
 
-    The plan lets the patches of each image attend to each other. The tensors are rows and columns
-    `[N, 2]`, and the results of `resampled`, in host memory (pinned for a GPU).
+    According to the plan, patches of the same image attend to each other. The tensors are rows and
+    columns `[N, 2]` and the results of `resampled`, in host memory (pinned for a GPU).
     """
     image, row, column = patch_places(grids.sizes)
     plan = AttentionPlan(np.arange(len(image))[None], Metadata.of_documents(image, span=1), 0)
@@ -227,22 +228,22 @@ class GridTower(Tower):
         self.side = config.patches_per_side
         self.device = backend.options.device
         width = config.vision_head_dim
-        # half of the dimensions rotate by row, half by column
+        # half of the dimensions rotate by row, the other half by column
         self.frequencies = inverse_frequencies(width // 2, 1e4, RotaryScaling()).to(self.device)
         heads = config.vision_num_attention_heads // backend.tp.size
         self.heads = Heads(heads, heads, width)
 
     def prepare(self, grids: PatchGrids | None) -> None:
-        """Compute the plan for images on the host, in a thread of the loader, before `forward`."""
+        """Compute the plan for images on the host, in a data loader thread, before `forward`."""
         assert grids is not None
         plan, _ = patch_plan(grids, self.side, self.device)
         self.backend.local_transport.prepare(plan, self.heads)
 
     def forward(self, patches: torch.Tensor, grids: PatchGrids | None = None) -> torch.Tensor:
         """Encode every image. `patches` of any float dtype are converted to the model's dtype."""
-        assert grids is not None, "patches of images without their grids"
+        assert grids is not None, "the tower needs the grids of the images"
         plan, arrays = patch_plan(grids, self.side, self.device)
-        assert len(plan.local) == len(patches), "grids of other images than the patches"
+        assert len(plan.local) == len(patches), "grids and patches belong to different images"
         places, taps, weights = (to_device(x, self.device) for x in arrays)
         dtype = self.backend.dtype
         x = F.linear(patches.to(dtype).flatten(0, 1), self.weight.flatten(1), self.bias)
@@ -256,14 +257,14 @@ class GridTower(Tower):
         return x
 
     def attention(self, plan: AttentionPlan, places: torch.Tensor) -> Attend:
-        """Return core attention over images, with rotary embedding by rows and columns `[N, 2]`."""
-        # [N, 2] -> [N, d / 2]: first the angles by row, then by column
+        """Return core attention for images, with rotary embeddings by row and column `[N, 2]`."""
+        # [N, 2] -> [N, d / 2]: angles by row, then angles by column
         turns = places.repeat_interleave(len(self.frequencies), 1)
         cos, sin = cos_sin(turns, self.frequencies.repeat(2), self.backend.dtype)
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Caller) -> torch.Tensor:
             q, k = (rotate(part, cos, sin) for part in (q, k))
-            # a view would keep the whole fused product alive for backward
+            # a view would keep the whole fused product alive until the backward pass
             v = v.contiguous()
             return self.backend.local_transport.attend(q, k, v, plan, self.scale, call=call)
 

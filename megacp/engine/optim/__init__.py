@@ -1,1 +1,1 @@
-"""Optimizers: update rules applied to each rank's slices."""
+"""The sharded optimizer, its update rules and the learning rate schedule."""

@@ -1,8 +1,8 @@
 """The learning rate as a pure function of the update number: linear warm-up, then decay.
 
-There is no state, so a resumed run only needs its step. Formulas and flag names are Megatron's
-(`OptimizerParamScheduler`), with one difference: the first update has number 1, so its rate is not
-0. As in Megatron and transformers, the first update after the decay has the rate `min_lr`.
+There is no state, so a resumed run only needs its step. Formulas and flag names are those of
+Megatron's `OptimizerParamScheduler`, with one difference: updates are counted from 1, so the first
+rate is not 0. As in Megatron and transformers, the first update after the decay uses `min_lr`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from megacp.engine.config.training import TrainingConfig
 
 
 def learning_rate(update: int, settings: TrainingConfig) -> float:
-    """Return the learning rate of one optimizer update; `update` counts from 1."""
-    assert update >= 1, f"updates count from 1, got {update}"
+    """Return the learning rate for an optimizer update; `update` counts from 1."""
+    assert update >= 1, f"updates are counted from 1, but got {update}"
     lr = settings.lr
     min_lr = settings.min_lr
     style = settings.lr_decay_style
@@ -26,8 +26,8 @@ def learning_rate(update: int, settings: TrainingConfig) -> float:
         return lr
     if update >= end:
         return min_lr
-    part = (update - top) / (end - top)  # fraction of the decay that is done
-    # `left` is the fraction of the rate above `min_lr`
+    part = (update - top) / (end - top)  # completed fraction of the decay
+    # `left` is the remaining fraction of `lr - min_lr`
     if style == "WSD":  # Megatron's "exponential" decay over the last updates
         length = (settings.lr_wsd_decay_iters or 1) + 1
         done = max(0, update - (end - length))

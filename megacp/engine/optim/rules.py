@@ -1,7 +1,7 @@
-"""Update rules for parameters, as a table.
+"""Table of update rules for parameters.
 
-A rule gets parameters as 1-D slices with their gradients in `grad`. The assignment of parameters to
-rules, and the state of each rule, are data without torch in `engine/config/training.py`.
+A rule updates 1-D slices of parameters, whose gradients are in `grad`. `engine/config/training.py`,
+which does not import torch, assigns parameters to rules and lists the state of each rule.
 """
 
 from __future__ import annotations
@@ -22,21 +22,20 @@ class Group:
 
     weight_decay: float
     lr_multiplier: float
-    """Factor of the scheduled learning rate."""
+    """Factor applied to the scheduled learning rate."""
     slices: list[torch.Tensor] = field(default_factory=list)
     state: list[dict[str, torch.Tensor]] = field(default_factory=list)
-    """State of each slice: tensors like the slice, by `STATE_KINDS`; zero before the first update.
-    """
+    """State of each slice: tensors shaped like it, by `STATE_KINDS`; 0 before the first update."""
 
 
 class UpdateRule(Protocol):
-    """An update rule; a rank has one object per rule for all groups of that rule."""
+    """Interface of an update rule. A rank has one object per rule, for all groups of that rule."""
 
     def update(self, lr: float, scale: float) -> None:
-        """Update every slice in place with its gradient times `scale`; may change gradients."""
+        """Update every slice in place with its gradient times `scale`; may overwrite gradients."""
 
     def set_updates(self, updates: int) -> None:
-        """Set the number of updates that the state has seen."""
+        """Set the number of past updates that the state reflects."""
 
 
 class AdamW:
@@ -50,7 +49,7 @@ class AdamW:
         for group in groups:
             asked.append({"params": group.slices, "weight_decay": group.weight_decay})
         betas = (settings.adam_beta1, settings.adam_beta2)
-        # the engine's kernel if the backend has one, else torch's fused kernel
+        # use the engine's kernel if the backend has one, otherwise torch's fused kernel
         if engine is not None:
             self._kernel = engine(asked, betas, settings.adam_eps)
         else:
@@ -64,14 +63,14 @@ class AdamW:
                 self._counts.append(count)
                 self._kernel.state[x] = {"step": count, **state}
                 is_float32 = is_float32 and x.dtype == torch.float32
-        # torch's kernel can divide gradients by a float32 factor while it reads them
+        # torch's kernel can divide gradients by a float32 factor as it reads them
         self._divides = engine is None and is_float32
 
     def set_updates(self, updates: int) -> None:
         """Set the number of past updates, for the bias correction of the next update."""
         for count in self._counts:
             count.fill_(updates)
-        # torch counts updates in the state, Transformer Engine in the group: set both
+        # torch stores the count in the state, Transformer Engine in the group: set both
         for described in self._kernel.param_groups:
             described["step"] = updates
 
@@ -97,4 +96,4 @@ class AdamW:
 UPDATE_RULES: dict[
     str, Callable[[Sequence[Group], TrainingConfig, AdamWEngine | None], UpdateRule]
 ] = {"adamw": AdamW}
-"""Rules by the names in `STEPPED_BY`."""
+"""Update rules, by the names in `STEPPED_BY`."""

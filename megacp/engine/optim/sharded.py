@@ -1,10 +1,10 @@
 """Sharded optimizer (ZeRO: Rajbhandari et al., arXiv 1910.02054).
 
-Each rank of dp x cp updates its shard of the parameters, and the optimizer state exists once in
-dp x cp. The state is allocated at the start, so a checkpoint can be loaded before the first update.
-A float32 or float64 model is updated in place. A 16-bit model has float32 master weights: separate
-slices, or the shards themselves with full sharding. All ranks compute the same global norm, so they
-all skip a step whose gradient is not finite on some rank.
+Each rank of dp x cp updates its shard of the parameters, so the optimizer state is stored only once
+across dp x cp. The state is allocated at the start, so a checkpoint can be loaded before the first
+update. A float32 or float64 model is updated in place. A 16-bit model has float32 master weights,
+which are separate slices or, with full sharding, the shards themselves. All ranks compute the same
+global norm, so if one rank's gradient is not finite, all ranks skip the step.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _ROW = 4096
 def sum_of_squares(x: torch.Tensor) -> torch.Tensor:
     """Return the sum of squares of 1-D `x` as a float64 scalar on its device.
 
-    Partial sums of 4,096 elements are added in float64. The sum is therefore equally accurate for a
-    large model, without a float64 copy of `x`. Values above 2e17 overflow in float32.
+    Partial sums of 4,096 elements are added in float64, so the sum remains accurate for large
+    models without a float64 copy of `x`. Float32 values above 2e17 overflow.
     """
     whole = len(x) // _ROW * _ROW
     rows = x[:whole].view(-1, _ROW)
@@ -44,12 +44,12 @@ def global_norm(
 ) -> float:
     """Return the L2 norm of all gradients, the same float on every rank.
 
-    `shards` are pairs (slice, counted) of this rank, all on `device`. `world` has all ranks of the
-    grid. If any rank has a value that is not finite, the norm is inf or NaN.
+    `shards` are this rank's pairs (slice, counted), all on `device`. `world` is the axis of all
+    ranks in the grid. If any rank has a value that is not finite, the norm is inf or NaN.
     """
     sums = []
     for shard, counted in shards:
-        # multiply instead of skipping, so that a NaN in an uncounted copy is not lost
+        # multiply by 0 instead of skipping, so that a NaN in an uncounted copy is noticed
         sums.append(sum_of_squares(shard) * (1.0 if counted else 0.0))
     if sums:
         total = torch.stack(sums).sum().reshape(1)
@@ -59,17 +59,17 @@ def global_norm(
 
 
 def clip_scale(norm: float, clip_grad: float) -> float:
-    """Return the factor that clips gradients of this norm to `clip_grad`; 1 if that is 0 (off)."""
+    """Return the factor that clips gradients of this norm; 1 if `clip_grad` is 0 (off)."""
     if clip_grad <= 0:
         return 1.0
     return min(1.0, clip_grad / (norm + 1e-6))
 
 
 class ShardedOptimizer:
-    """Updates this rank's shards, each with its rule.
+    """Updates each of this rank's shards according to its update rule.
 
-    `world` has all ranks of the grid, for the norm. `device` is the device of the model, and
-    `engine` the backend's AdamW.
+    `world` is the axis of all ranks in the grid, which is needed for the norm. `device` is the
+    model's device, and `engine` the backend's AdamW.
     """
 
     def __init__(
@@ -85,10 +85,10 @@ class ShardedOptimizer:
         self._world = world
         self._device = device
         self.updates = 0
-        """Number of updates so far; skipped steps do not count."""
+        """Number of updates so far, not counting skipped steps."""
         shards = parameters.shards
         self.slices: list[torch.Tensor] = []
-        """The updated tensors: shards, or their master weights."""
+        """Tensors to update: shards, or their master weights."""
         for shard in shards:
             if shard.values.dtype == shard.wide:
                 self.slices.append(shard.values.detach())
@@ -101,8 +101,7 @@ class ShardedOptimizer:
         # group the slices by rule, and within a rule by settings
         groups: dict[str, dict[tuple[bool, float], Group]] = {}
         for shard, x, state in zip(shards, self.slices, self._state, strict=True):
-            # Transformer Engine's kernel launcher counts chunks, and an empty tensor makes it skip
-            # other tensors
+            # an empty tensor would make Transformer Engine's kernel launcher skip other tensors
             if not x.numel():
                 continue
             spec = shard.spec
@@ -118,9 +117,9 @@ class ShardedOptimizer:
             self._rules.append(UPDATE_RULES[name](list(of_rule.values()), settings, engine))
 
     def grad_norm(self, phase: Phase = unmeasured) -> float:
-        """Return the global norm of the summed gradients, equal on all ranks.
+        """Return the global norm of the summed gradients, the same on all ranks.
 
-        Call it after `ShardedParameters.finish`.
+        Call this after `ShardedParameters.finish`.
         """
         parameters = self.parameters
         with phase("norm"):
@@ -130,10 +129,10 @@ class ShardedOptimizer:
             return global_norm(shards, self._world, self._device)
 
     def update(self, lr: float, norm: float, phase: Phase = unmeasured) -> None:
-        """Clip gradients of this `norm`, update, and publish the new parameters."""
+        """Clip gradients, whose global norm is `norm`, update, and publish the new parameters."""
         parameters = self.parameters
         with phase("optimizer"):
-            # lend the summed gradients to the rules
+            # rules read the summed gradients from `grad`
             for i, x in enumerate(self.slices):
                 x.grad = parameters.grad_shard(i)
             for rule in self._rules:
@@ -148,9 +147,9 @@ class ShardedOptimizer:
             parameters.publish()
 
     def step(self, lr: float) -> float:
-        """Update if the norm is finite, discard the gradients, and return the norm.
+        """Run a complete optimizer step, and return the gradient norm.
 
-        This is a complete step without any other checks.
+        If the norm is finite, update the parameters. Then discard the gradients.
         """
         norm = self.grad_norm()
         if math.isfinite(norm):
@@ -159,19 +158,19 @@ class ShardedOptimizer:
         return norm
 
     def _masters(self) -> list[tuple[ParameterShard, torch.Tensor]]:
-        """Return the shards with separate master weights."""
+        """Return the shards that have separate master weights, together with these weights."""
         pairs = zip(self.parameters.shards, self.slices, strict=True)
         return [(shard, master) for shard, master in pairs if master.dtype != shard.values.dtype]
 
     def reset_masters(self) -> None:
-        """Copy the parameters to the master weights, after other code has changed them."""
+        """Copy the parameters to the master weights; call it after changing parameters."""
         for shard, master in self._masters():
             master.copy_(shard.values)
 
     def state_slices(self) -> dict[str, list[ParameterSlice]]:
         """Return this rank's share of the optimizer state, by kind.
 
-        The kinds are those of the update rules and, for a 16-bit model, `master`.
+        The kinds are the keys of the update rules' states and, for a 16-bit model, `master`.
         """
         shards = self.parameters.shards
         state: dict[str, list[ParameterSlice]] = {}
@@ -194,7 +193,7 @@ class ShardedOptimizer:
     def clear(self) -> None:
         """Zero parameters and state before a checkpoint is loaded.
 
-        Elements that are not in the checkpoint (padding) are then 0.
+        This sets elements that are not in the checkpoint (padding) to 0.
         """
         self.parameters.clear()
         for x, kept in zip(self.slices, self._state, strict=True):
@@ -202,7 +201,7 @@ class ShardedOptimizer:
                 values.zero_()
 
     def set_updates(self, updates: int) -> None:
-        """Set the number of updates that a loaded state has seen."""
+        """Set the number of past updates after loading a state."""
         self.updates = updates
         for rule in self._rules:
             rule.set_updates(updates)

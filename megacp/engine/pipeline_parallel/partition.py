@@ -1,8 +1,8 @@
-"""Partition of the layers into virtual stages: contiguous parts with minimal largest cost.
+"""Partition of the layers into virtual stages: contiguous parts that minimise the largest cost.
 
-The embedding takes time on the first virtual stage and the head on the last one, so equal layer
-counts are not equal work. Costs are first converted to integers, which is exact because every float
-is an integer divided by a power of two. Comparisons are then exact, and all ranks compute the same
+Equal layer counts do not mean equal work, because the first virtual stage also has the embedding
+and the last one the head. Costs are first converted to integers. This is exact, because every float
+is an integer divided by a power of two. Exact comparisons ensure that all ranks compute the same
 partition on any machine.
 """
 
@@ -20,16 +20,16 @@ def partition(
     """Return the layers of each virtual stage, in order; every virtual stage gets at least one.
 
     `layer_costs[i]` is the cost of layer i. `first_extra` is the additional cost of the first
-    virtual stage (embedding), and `last_extra` that of the last one (final norm, head, loss). All
-    costs have the same unit and are finite and >= 0.
+    virtual stage (embedding), and `last_extra` the additional cost of the last one (final norm,
+    head, loss). All costs have the same unit and are finite and >= 0.
 
-    The partition minimises the largest cost of a part. Ties are resolved by the smallest sum of
-    squared costs, then by the smallest sum of squared layer counts, and then by fewer layers in
+    The partition minimises the largest cost of a part. Ties are broken in favour of the smallest
+    sum of squared costs, then the smallest sum of squared layer counts, and then fewer layers in
     earlier parts, because earlier stages keep more activations.
     """
     assert len(layer_costs) >= num_virtual_stages > 0, (
-        f"{len(layer_costs)} layers for {num_virtual_stages} virtual stages: every virtual stage "
-        "needs a layer"
+        f"{len(layer_costs)} layers are not enough for {num_virtual_stages} virtual stages, each "
+        "of which needs at least one"
     )
     fractions = [Fraction(cost) for cost in (*layer_costs, first_extra, last_extra)]
     # multiplying by the common denominator makes all costs integers
@@ -42,10 +42,10 @@ def partition(
 
 
 def _smallest_limit(costs: list[int], num_parts: int) -> int:
-    """Return the smallest limit for which `num_parts` contiguous parts cost at most that much.
+    """Return the smallest cost limit that `num_parts` contiguous parts can respect.
 
-    Fewer parts are also accepted: with at least `num_parts` layers, a part can always be split
-    further, and splitting does not increase costs.
+    The search also accepts fewer parts: with at least `num_parts` layers, a part can always be
+    split further, and splitting does not increase the largest cost.
     """
     # binary search between one layer per part and all layers in one part
     low = max(costs)
@@ -70,7 +70,7 @@ def _smallest_limit(costs: list[int], num_parts: int) -> int:
 def _evenest(costs: list[int], num_parts: int, limit: int) -> list[range]:
     """Return the most even partition into exactly `num_parts` parts that cost at most `limit`.
 
-    This is dynamic programming from the last part. For layers i and later in `parts` parts,
+    This is dynamic programming, starting at the last part. For layers i and later in `parts` parts,
     `best[i]` is (sum of squared costs, sum of squared counts, end of the first part).
     """
     num_layers = len(costs)

@@ -1,17 +1,18 @@
 """Pipeline schedules as data: pure functions from (stage, sizes) to a stage's list of actions.
 
-A schedule is an order of computes: forwards, backwards, and deferred weight gradients. The messages
-follow from it. A stage receives every input right before the compute that needs it, and sends every
-output right after. All stages run their forwards in the same order, and also their backwards. The
-k-th send of a channel therefore always matches its k-th receive.
+A schedule is an order of computes: forward passes, backward passes, and deferred weight gradients.
+The order of computes determines the messages: a stage receives every input right before the compute
+that needs it, and sends every output right after the compute. All stages run forward passes in the
+same order, and backward passes too, so a channel's k-th send always matches its k-th receive.
 
 Virtual stage `v = chunk * num_stages + stage` has the v-th part of the layers. Virtual stage 0
-receives nothing in forward and sends nothing in backward. The last virtual stage sends nothing in
-forward and receives nothing in backward. If the first virtual stages have no trained parameters
-(LoRA only in later layers), they have no backward, and the first trained one sends no gradient.
+receives nothing in the forward pass and sends nothing in the backward pass, and for the last
+virtual stage it is the reverse. If the first virtual stages have no trained parameters (LoRA only
+in later layers), they have no backward pass, and the first trained stage sends no gradient.
 
-The simplest schedule is "all forwards, all backwards" (AFAB). The code below is the complete work
-of a stage under AFAB. 1F1B has the same actions in a different order that keeps fewer activations:
+The simplest schedule runs all forward passes and then all backward passes (AFAB). The following
+code is the complete work of a stage with AFAB. 1F1B runs the same actions in a different order,
+which keeps fewer activations:
 
     for microbatch in range(m):                            # stage s of p, one chunk
         x = recv(s - 1) if s > 0 else None                 # RECV_FORWARD: hidden [t, h]
@@ -43,7 +44,7 @@ from enum import Enum
 
 
 class Kind(Enum):
-    """The kind of an action. The value is its name in messages."""
+    """Kind of an action. The value is its name in messages."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -61,13 +62,13 @@ COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHTS})
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One action of one stage. `chunk` is always a model chunk of the executing stage.
+    """An action of a stage. `chunk` is always a model chunk of the executing stage.
 
     * SEND_FORWARD sends the output of `chunk`; RECV_FORWARD receives its input.
     * SEND_BACKWARD sends the gradient of its input; RECV_BACKWARD receives the gradient of its
       output.
-    * WEIGHTS computes the weight gradients that the BACKWARD of the same microbatch and chunk has
-      deferred.
+    * WEIGHTS computes the weight gradients that BACKWARD has deferred for the same microbatch and
+      chunk.
     * UNSHARD starts to gather the parameters of `chunk`, and RESHARD frees them (only with full
       sharding).
     """
@@ -82,10 +83,10 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Channel:
-    """An ordered one-way stream of one kind of message between two stages.
+    """An ordered one-way stream of messages of one kind between two stages.
 
-    With two stages and several chunks, the next and the previous stage are the same rank. Several
-    streams then share a pair of ranks; direction and source distinguish them.
+    With two stages and several chunks, the next and the previous stage are on the same rank.
+    Several streams then share a pair of ranks, distinguished by direction and source.
     """
 
     direction: str  # "forward" carries hidden states, "backward" carries their gradients
@@ -94,12 +95,12 @@ class Channel:
 
 
 def virtual_stage(stage: int, num_stages: int, chunk: int) -> int:
-    """Return the virtual stage of model chunk `chunk` of `stage`."""
+    """Return the index of the virtual stage for model chunk `chunk` of `stage`."""
     return chunk * num_stages + stage
 
 
 def channel_of(action: Action, stage: int, num_stages: int) -> Channel:
-    """Return the channel for a send or receive action of `stage`."""
+    """Return the channel that a send or receive action of `stage` uses."""
     before = (stage - 1) % num_stages
     after = (stage + 1) % num_stages
     match action.kind:
@@ -111,43 +112,43 @@ def channel_of(action: Action, stage: int, num_stages: int) -> Channel:
             return Channel("backward", stage, before)
         case Kind.RECV_BACKWARD:
             return Channel("backward", after, stage)
-    raise AssertionError(f"{action} moves no message")
+    raise AssertionError(f"{action}: this action sends and receives nothing")
 
 
 def one_f_one_b(
     stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1
 ) -> list[Action]:
-    """Return the computes of 1F1B (PipeDream-flush).
+    """Return a stage's computes in 1F1B (PipeDream-flush).
 
-    After a warm-up of `num_stages - stage - 1` forwards, one forward and one backward alternate.
-    At most `num_stages - stage` activations are alive, and the bubble is `(num_stages - 1) /
-    num_microbatches` of the ideal time.
+    After a warm-up of `num_stages - stage - 1` forward passes, forward and backward passes
+    alternate. At most `num_stages - stage` activations are alive, and the bubble is `(num_stages -
+    1) / num_microbatches` of the ideal time.
 
     Several chunks are interleaved (Narayanan et al. 2021, section 2.2): a group of `num_stages`
-    microbatches passes chunk 0, then chunk 1 and so on, before the next group starts. Full groups
-    divide the bubble by `num_chunks`.
+    microbatches passes through chunk 0, then chunk 1 and so on, before the next group starts. Full
+    groups divide the bubble by `num_chunks`.
 
-    Any number of microbatches works. If `num_stages` does not divide it, the first group is short:
-    the list is the list for the next multiple, without the actions of the missing microbatches.
+    Any number of microbatches works. If it is not a multiple of `num_stages`, the first group is
+    short: the list is that for the next multiple, without the actions of the missing microbatches.
     Removing them removes waits and adds none. A short last group with the same warm-up would
     deadlock, for example with 4 stages, 3 chunks and 5 microbatches.
     """
-    # include the missing microbatches at first, so that the warm-up counts full groups
+    # initially include the missing microbatches, so that the warm-up counts full groups
     order = _forward_order(num_stages, num_microbatches, num_chunks)
     forwards = [Action(Kind.FORWARD, microbatch, chunk) for microbatch, chunk in order]
-    # backward passes the chunks of a group from the last to the first
+    # backward passes of a group go from the last chunk to the first
     backwards = []
     for microbatch, chunk in order:
         backwards.append(Action(Kind.BACKWARD, microbatch, num_chunks - 1 - chunk))
-    # the number of forwards before the first backward of a later stage can arrive
+    # number of forward passes before the first gradient from a later stage can arrive
     warmup = num_stages - stage - 1
     if num_chunks > 1:
         warmup = 2 * warmup + (num_chunks - 1) * num_stages
     computes = forwards[:warmup]
-    # alternate until all forwards have run
+    # alternate until all forward passes have run
     for forward, backward in zip(forwards[warmup:], backwards, strict=False):
         computes += [forward, backward]
-    # the remaining backwards belong to the forwards that ran ahead
+    # the remaining backward passes belong to the warm-up
     computes += backwards[max(0, len(forwards) - warmup) :]
     return [compute for compute in computes if compute.microbatch >= 0]
 
@@ -155,26 +156,26 @@ def one_f_one_b(
 def zero_bubble(
     stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1
 ) -> list[Action]:
-    """Return the computes of 1F1B, plain or interleaved, with deferred weight gradients.
+    """Return a stage's computes in 1F1B, plain or interleaved, with deferred weight gradients.
 
-    This is ZB-H1 of Qi et al. 2023. No other stage needs the weight gradients, so they fill the
-    time in which a stage would be idle. Stage s defers the weight gradients of s backwards. The
-    last stage therefore passes its first gradients on sooner, and has this work left while the
-    first stages finish.
+    This is ZB-H1 (Qi et al. 2023). No other stage needs the weight gradients, so they fill time in
+    which a stage would otherwise be idle. Stage s defers the weight gradients of s backward passes.
+    The last stage can therefore send its first gradients sooner, and does the deferred work while
+    the first stages finish.
 
     With one chunk, the bubble is `(num_stages - 1) (forward + backward - weights) /
     num_microbatches` of the ideal time, where `backward` excludes the weight gradients. If all
-    three take equally long, this is a third of the bubble of 1F1B. A stage keeps `num_stages -
-    stage` activations and the deferred products of `stage` backwards. On stage 0, a backward that
-    sends no gradient includes its weight gradients.
+    three take equally long, this is a third of 1F1B's bubble. A stage keeps `num_stages - stage`
+    activations and the deferred products of `stage` backward passes. On stage 0, a backward pass
+    that sends no gradient includes its weight gradients.
     """
     computes = one_f_one_b(stage, num_stages, num_microbatches, num_chunks)
     return _deferring(computes, stage, num_chunks)
 
 
 def _deferring(computes: list[Action], stage: int, num_chunks: int) -> list[Action]:
-    """Add a WEIGHTS action for every backward, `stage` backwards later or at the end."""
-    waiting: deque[Action] = deque()  # WEIGHTS actions that are not placed yet
+    """Add a WEIGHTS action for every BACKWARD, `stage` backward passes later or at the end."""
+    waiting: deque[Action] = deque()  # WEIGHTS actions to be placed
     found = []
     for compute in computes:
         found.append(compute)
@@ -188,9 +189,9 @@ def _deferring(computes: list[Action], stage: int, num_chunks: int) -> list[Acti
 def one_at_a_time(
     stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1
 ) -> list[Action]:
-    """Return computes in which only one stage works at a time.
+    """Return a stage's computes in a schedule in which only one stage works at a time.
 
-    Each microbatch runs forward and backward through all virtual stages before the next one starts.
+    Each microbatch passes forward and backward through all virtual stages before the next starts.
     """
     computes = []
     for microbatch in range(num_microbatches):
@@ -202,9 +203,9 @@ def one_at_a_time(
 
 
 def defers(stage: int, num_chunks: int) -> bool:
-    """Whether a stage of `zero_bubble` defers weight gradients.
+    """Return whether a stage defers weight gradients in `zero_bubble`.
 
-    Stage 0 with a single chunk does not: its backwards send no gradient, so nothing is urgent.
+    Stage 0 with a single chunk does not: it sends no gradients that another stage waits for.
     """
     return stage > 0 or num_chunks > 1
 
@@ -212,7 +213,7 @@ def defers(stage: int, num_chunks: int) -> bool:
 def forward_only(
     stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1
 ) -> list[Action]:
-    """Return only the forwards, in the same order as in training; for evaluation."""
+    """Return a stage's computes for evaluation: the forward passes, in the order of training."""
     computes = []
     for microbatch, chunk in _forward_order(num_stages, num_microbatches, num_chunks):
         if microbatch >= 0:
@@ -223,15 +224,15 @@ def forward_only(
 def _forward_order(
     num_stages: int, num_microbatches: int, num_chunks: int
 ) -> list[tuple[int, int]]:
-    """Return (microbatch, chunk) in the order of the forwards, which is the same on every stage.
+    """Return (microbatch, chunk) in the order of forward passes, which is the same on all stages.
 
-    With several chunks, the missing microbatches of a short first group have negative numbers.
-    The list includes them, because the warm-up counts them.
+    With several chunks, the missing microbatches of a short first group have negative numbers. The
+    list includes them, because the warm-up counts them.
     """
     missing = -num_microbatches % num_stages if num_chunks > 1 else 0
     order = []
     for first in range(-missing, num_microbatches, num_stages):
-        # a group passes all chunks before the next group starts
+        # a group passes through all chunks before the next group starts
         group = range(first, min(first + num_stages, num_microbatches))
         for chunk in range(num_chunks):
             order += [(microbatch, chunk) for microbatch in group]
@@ -241,17 +242,17 @@ def _forward_order(
 def with_messages(
     computes: list[Action], stage: int, num_stages: int, num_chunks: int, first_trained: int = 0
 ) -> list[Action]:
-    """Add the messages to a list of computes.
+    """Add sends and receives to a list of computes, and return the new list.
 
-    Each receive is right before its compute, and each send right after it. Virtual stages before
-    `first_trained` need no gradient, so `first_trained` sends none.
+    Each receive is right before its compute, and each send right after its compute. Virtual stages
+    before `first_trained` need no gradient, so `first_trained` sends none.
     """
     last = num_stages * num_chunks - 1
     actions = []
     for compute in computes:
         place = virtual_stage(stage, num_stages, compute.chunk)
         receive = send = None
-        # the ends of the model have no neighbour to exchange with; WEIGHTS needs no message
+        # the ends of the model have only one neighbour; WEIGHTS needs no message
         if compute.kind is Kind.FORWARD:
             receive = Kind.RECV_FORWARD if place > 0 else None
             send = Kind.SEND_FORWARD if place < last else None
@@ -264,15 +265,15 @@ def with_messages(
 
 
 def with_parameters(actions: list[Action]) -> list[Action]:
-    """Add UNSHARD and RESHARD actions for sharded parameters, chunk by chunk.
+    """Add UNSHARD and RESHARD actions for sharded parameters, and return the new list.
 
-    The parameters of a chunk are gathered during the preceding compute and freed when neither the
-    current nor the next compute uses them. At most two chunks are gathered at a time. Alternating
-    chunks stay gathered, and a stage with one chunk gathers once per step.
+    A chunk's parameters are gathered during the preceding compute and freed when neither the
+    current nor the next compute uses them. At most two chunks are gathered at the same time. Chunks
+    that alternate stay gathered, and a stage with a single chunk gathers it once per step.
     """
     computes = [action.chunk for action in actions if action.kind in COMPUTE]
     following = iter([*computes[1:], None])
-    held: list[int] = []  # chunks that are gathered at this point of the list
+    held: list[int] = []  # chunks that are gathered at this point
     found: list[Action] = []
     for action in actions:
         if action.kind in COMPUTE:
@@ -281,7 +282,7 @@ def with_parameters(actions: list[Action]) -> list[Action]:
             chunk_after = next(following)
             if chunk_after is not None and chunk_after != action.chunk:
                 wanted.append(chunk_after)
-            # free first, so that the memory is available for the gather
+            # free chunks first, so that the gather can use their memory
             for chunk in held:
                 if chunk not in wanted:
                     found.append(Action(Kind.RESHARD, action.microbatch, chunk))
@@ -307,10 +308,10 @@ SCHEDULES: dict[str, Callable[[int, int, int, int], list[Action]]] = {
     "first 1f1b": one_at_a_time,
     "first zero_bubble": _first_zero_bubble,
 }
-"""Functions that return the computes of a stage in order, by name.
+"""Functions that return a stage's computes in order, by schedule name.
 
-The `first` schedules are for the first step of interleaved stages, which compiles and loads kernels
-(see runtime.py).
+The `first` schedules are for interleaved stages' first step, which compiles and loads kernels (see
+runtime.py).
 """
 
 
@@ -322,17 +323,17 @@ def schedule(
     num_chunks: int = 1,
     first_trained: int = 0,
 ) -> list[Action]:
-    """Return the action list of one stage for the schedule called `name`.
+    """Return a stage's action list in the schedule called `name`.
 
     `first_trained` is the first virtual stage with a trained parameter. Earlier virtual stages need
-    no gradients, so they only run forwards. The remaining actions keep their order, because
+    no gradients, so they only run forward passes. The remaining actions keep their order, because
     removing work from a list adds no waits.
     """
     assert num_microbatches > 0 and (num_chunks == 1 or num_stages > 1), (
-        f"no schedule for {num_microbatches} microbatches on {num_stages} stages of {num_chunks} "
-        "chunks: the checks of a run should have rejected it"
+        f"no schedule for {num_microbatches} microbatches on {num_stages} stages with {num_chunks} "
+        "chunks each: `check` should have refused this configuration"
     )
-    # drop backwards and weight gradients of virtual stages that train nothing
+    # drop backward passes and weight gradients of virtual stages that train nothing
     computes = []
     for action in SCHEDULES[name](stage, num_stages, num_microbatches, num_chunks):
         trained = virtual_stage(stage, num_stages, action.chunk) >= first_trained

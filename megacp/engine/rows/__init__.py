@@ -1,1 +1,1 @@
-"""Rows of tokens: batches, their shards on each rank, and which rank encodes which image."""
+"""Rows of tokens: batches, their shards on each rank, and the assignment of images to ranks."""

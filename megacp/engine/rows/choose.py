@@ -1,12 +1,12 @@
 """`--cp-comm-type auto` and `--cp-layout auto`: a choice based on the first rows of a run.
 
-The choice of the transport depends on `needed`: the share of other ranks' K/V rows that a rank's
-queries attend to, under the balanced layout. `choose_transport` decides from this share.
+The choice of transport depends on `needed`, the share of other ranks' K/V rows that a rank's
+queries attend to under the balanced layout. `choose_transport` makes the decision.
 
-The layout is the best layout of the transport, if it has one. Otherwise it is `balanced`, unless
-zigzag gives all ranks the same attention area, as it does for one long document. The rule depends
-only on packs and config, so all ranks make the same choice without communication. The chosen values
-replace `auto` in the config.
+The layout is the transport's best layout, if it has one. Otherwise, it is `balanced`, unless zigzag
+gives all ranks the same attention area, as for a single long document. The rule depends only on
+packs and config, so all ranks make the same choice without communication. The chosen values replace
+`auto` in the config.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from megacp.engine.rows.shard import padded_row
 
 DEFAULT = ParallelConfig()
 EVEN = 1.05
-"""Maximum imbalance (largest area over mean area) for zigzag, whose tiles are larger."""
+"""Maximum imbalance (largest area / mean area) at which zigzag, whose tiles are larger, is used."""
 
 
 def resolve_auto(
     config: RunConfig,
     first_rows: Callable[[], Sequence[PackedBatch]],
 ) -> tuple[RunConfig, str | None]:
-    """Return the config with transport and layout chosen for rows like `first_rows()`.
+    """Return the config with transport and layout chosen for rows like those of `first_rows()`.
 
     The rows must be the same on every rank. The second result is a log line with the choice and the
-    reason, or None if no choice was necessary (no `auto`, or one cp rank).
+    reason, or None if no choice was necessary (no `auto`, or only one cp rank).
     """
     p = config.parallel
     if not (p.chooses_transport or p.chooses_layout):
@@ -52,7 +52,7 @@ def resolve_auto(
     layout: str = p.cp_layout
     line = None
     if p.context_parallel_size == 1:
-        # one rank ignores both: replace auto by the defaults of the flags, and read no rows
+        # a single rank ignores both, so replace auto with the flags' defaults and read no rows
         if p.chooses_transport:
             comm = DEFAULT.cp_comm_type
         if p.chooses_layout:
@@ -66,26 +66,26 @@ def resolve_auto(
         if p.chooses_layout:
             layout = TRANSPORTS[comm].best_layout or _even_layout(config, rows)
         line = (
-            f"context parallelism: {comm}, {layout}; a rank needs {needed:.0%} of the keys of "
-            "other ranks"
+            f"context parallelism: {comm}, {layout}; a rank needs {needed:.0%} of the other ranks' "
+            "keys"
         )
     return with_values(config, {"cp_comm_type": comm, "cp_layout": layout}), line
 
 
 def transport_for(config: RunConfig, needed: float) -> str:
-    """Return the transport for rows in which a rank needs this share of foreign K/V rows."""
+    """Return the transport for rows in which ranks need this share of other ranks' K/V."""
     cp = config.parallel.context_parallel_size
     tp = config.parallel.tensor_model_parallel_size
-    # all-to-all transports need heads and groups that cp divides
+    # all-to-all transports need numbers of heads and groups that are divisible by cp
     heads = config.model.num_attention_heads // tp
     groups = config.model.query_groups // tp
     return choose_transport(needed, cp, heads, groups)
 
 
 def _even_layout(config: RunConfig, rows: Sequence[PackedBatch]) -> str:
-    """Return "zigzag" if it balances these rows well enough, because of its larger tiles.
+    """Return "zigzag", which has larger tiles, if it balances these rows well enough.
 
-    Otherwise return "balanced".
+    Otherwise, return "balanced".
     """
     imbalances = []
     for row in rows:
@@ -96,16 +96,16 @@ def _even_layout(config: RunConfig, rows: Sequence[PackedBatch]) -> str:
 
 
 def _dealt(config: RunConfig, row: PackedBatch, layout: Layout) -> tuple[Metadata, np.ndarray]:
-    """Return the metadata of a row padded for a layout, and the tokens `[cp, t]` of each rank."""
+    """Pad a row for a layout; return its mask metadata and the tokens `[cp, t]` of each rank."""
     p = config.parallel
-    # under sequence parallelism, the padded length must also be a multiple of tp
+    # with sequence parallelism, the padded length must also be a multiple of tp
     tp = p.tensor_model_parallel_size if p.sequence_parallel else 1
     _, metadata = padded_row(row, layout, p.context_parallel_size, tp)
     return metadata, layout.deal(metadata, p.context_parallel_size, mix_of(config.model))
 
 
 def needed_share(dealt: tuple[Metadata, np.ndarray]) -> float:
-    """Return the share of foreign K/V rows that ranks need, over all ranks: 0 to 1."""
+    """Return the share of other ranks' K/V rows that ranks need, averaged over ranks: 0 to 1."""
     metadata, indices = dealt
     cp, tokens = indices.shape
     plan = AttentionPlan(indices, metadata, 0)

@@ -1,11 +1,11 @@
-"""Assignment of a row's images to context-parallel ranks, as contiguous and balanced ranges.
+"""Assignment of a row's images to context-parallel ranks, in contiguous and balanced ranges.
 
-The ranges of units minimise the largest cost per rank. Every rank gets a unit if there are enough
-units. The assignment is a pure function of integers, so ranks agree without communication.
+The ranges of units minimise the largest cost per rank. If there are enough units, every rank gets
+at least one. The assignment is a pure function of integers, so ranks agree without communication.
 
-A unit is the smallest piece that one rank can encode separately: a frame of a video, or an image
-with all its crops. Pooling windows cross crops, but not images or frames. "image" in the columns of
-a boundary table means crop.
+A unit is the smallest part that one rank can encode separately: a frame of a video, or an image
+with all its crops. Pooling windows may cross crops, but not images or frames. In the columns of a
+boundary table, "image" means crop.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BOUNDARY_DTYPE = np.dtype(
     ]
 )
 REPLICATE = "replicate"
-"""Strategy in which every rank encodes all images; the table is for one rank."""
+"""Strategy in which every rank encodes all images, so the boundary table is for a single rank."""
 
 
 def compute_image_shard_boundaries(
@@ -34,9 +34,9 @@ def compute_image_shard_boundaries(
 ) -> np.ndarray:
     """Return the crops and pooled tokens that each rank encodes, as BOUNDARY_DTYPE [cp_size].
 
-    The ranges are half open and ascending. `cum_*_bounds` int [u] are the numbers of crops and of
-    pooled tokens in units 0..u. The cost of a unit is its number of crops. If there are fewer units
-    than ranks, the last ranks are empty. Time: O(u + cp log(u) log(largest cost)).
+    The ranges are half-open and ascending. `cum_*_bounds` int [u] are the numbers of crops and
+    pooled tokens in units 0..u. A unit's cost is its number of crops. If there are fewer units than
+    ranks, the last ranks get none. The time is O(u + cp log(u) log(largest cost)).
     """
     stops = _stops(np.diff(cum_crop_bounds, prepend=0), cp_size)
     table = np.zeros(cp_size, BOUNDARY_DTYPE)
@@ -50,19 +50,19 @@ def compute_image_shard_boundaries(
 
 
 def _stops(costs: np.ndarray, cp_size: int) -> list[int]:
-    """Return the end of each rank's range of units, [cp_size], with minimal largest cost.
+    """Return the end of each rank's range of units, [cp_size], minimising the largest cost.
 
-    No rank is empty unless there are fewer units than ranks.
+    A range is empty only if there are fewer units than ranks.
     """
     if not len(costs):
         return [0] * cp_size
     running = np.concatenate(([0], np.cumsum(costs, dtype=np.int64))).tolist()
     heaviest = int(costs.max())
     total = running[-1]
-    # find the smallest limit by binary search;
-    # some rank has the heaviest unit, and some rank has at least the mean
+    # Find the smallest limit by binary search. It is at least the cost of the heaviest unit, and at
+    # least the mean cost per rank.
     low = max(heaviest, -(-total // cp_size))
-    # with this limit, filling one rank after another takes all units
+    # with this limit, filling one rank after another places all units
     high = min(total, total // cp_size + heaviest)
     while low < high:
         middle = (low + high) // 2
@@ -86,7 +86,7 @@ def _stops(costs: np.ndarray, cp_size: int) -> list[int]:
 
 
 def units_of(table: np.ndarray, cum_crop_bounds: np.ndarray, rank: int) -> range:
-    """Return the units that rank `rank` of a boundary table encodes."""
+    """Return the units that `rank` encodes according to a boundary table."""
     start = int(table["start_image_idx"][rank])
     stop = int(table["end_image_idx"][rank])
     # convert crops to units

@@ -1,4 +1,4 @@
-"""The attention ranges of a model's layers, for layouts that balance attention."""
+"""Attention ranges of a model's layers, for layouts that balance attention work."""
 
 from __future__ import annotations
 

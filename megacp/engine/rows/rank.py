@@ -1,4 +1,4 @@
-"""The place of a process on the data-parallel axis."""
+"""The position of a process on the data-parallel axis."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class DataRank:
-    """The index of this process on the data-parallel axis, and the axis size; 0 <= index < size."""
+    """Index of a process on the data-parallel axis, and the size of the axis; index < size."""
 
     index: int = 0
     size: int = 1

@@ -1,8 +1,8 @@
-"""Sharding of a microbatch: selection of one rank's tokens from every per-token array.
+"""Sharding of a microbatch: selects one rank's tokens from every per-token array.
 
-All arrays, including padding, are indexed with the same indices. `collate` has already shifted the
-labels, so a shard never needs a neighbour's token. Padding tokens (leave 0, weight 0) make the row
-divisible, and no token attends to them.
+The same indices select from all arrays, including padding. `collate` has already shifted the
+labels, so a shard never needs a token from another rank. Padding tokens (leave 0, weight 0) make
+the row divisible, and no token attends to them.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from megacp.engine.rows.vision import LocalVision, local_vision
 class LocalBatch:
     """One rank's share of a microbatch: `t = padded tokens / cp` tokens, and their attention plan.
 
-    The tokens are in the order of `plan.local`. Even on a single rank this is not the order of the
-    row, because a plan sorts the tokens of a video by type.
+    The tokens have the order of `plan.local`. Even on a single rank, it differs from the order in
+    the row, because a plan sorts the tokens of a video by type.
     """
 
     tokens: torch.Tensor
@@ -40,15 +40,15 @@ class LocalBatch:
     loss_weights: torch.Tensor
     """Loss weights: float32 `[t]`; 0 for tokens without a label."""
     position_ids: torch.Tensor
-    """Positions: int64 `[t]` along the paths of each document's tree, or `[t, 3]` for time, row and
-    column."""
+    """Positions: int64 `[t]` along the paths of each document's tree, or `[t, 3]` (time, row and
+    column)."""
     token_names: torch.Tensor
-    """Identifiers of the tokens, equal on every grid: int64 `[t]` (`PackedBatch.token_names`)."""
+    """Token identifiers, the same on every grid: int64 `[t]` (`PackedBatch.token_names`)."""
     plan: AttentionPlan
     key: int = 0
-    """Key of the step, equal on every grid; dropout masks are derived from it."""
+    """Key of the step, the same on every grid; dropout masks are derived from it."""
     vision: LocalVision | None = None
-    """Images to encode on this rank and the routes of their features; None without images."""
+    """Images to encode on this rank and the routes of their features; None if there are none."""
 
     @property
     def num_tokens(self) -> int:
@@ -56,15 +56,15 @@ class LocalBatch:
         return len(self.plan.local)
 
     def to(self, device: torch.device, key: int) -> LocalBatch:
-        """Return this host batch with its tensors on `device` and the `key` of its step."""
+        """Copy this host batch to `device`, and return the copy with its step's `key`."""
         moved: dict[str, Any] = {name: to_device(getattr(self, name), device) for name in _TENSORS}
         vision = None if self.vision is None else self.vision.to(device)
         return dataclasses.replace(self, **moved, key=key, vision=vision)
 
     def pinned_for(self, device: torch.device) -> LocalBatch:
-        """Return this batch in pinned memory for copies to `device`.
+        """Return a copy of this batch in pinned memory, for copies to `device`.
 
-        A step then allocates no memory between its communication calls.
+        With it, a step allocates no memory between its communication calls.
         """
         # pinned memory only speeds up copies to CUDA
         if device.type != "cuda":
@@ -73,14 +73,14 @@ class LocalBatch:
         return dataclasses.replace(self, **moved)
 
     def in_row_order(self, values: torch.Tensor) -> torch.Tensor:
-        """Return `values[t, ...]` of this rank's tokens in the order of the row.
+        """Return `values[t, ...]`, which belong to this rank's tokens, in the order of the row.
 
         Raise ValueError if several ranks share the row.
         """
         if self.plan.cp > 1:
             raise ValueError(
-                f"a rank of {self.plan.cp} has only a part of the row; call in_row_order on one "
-                "rank"
+                f"in_row_order needs the whole row on one rank, but {self.plan.cp} cp ranks share "
+                "this row"
             )
         # argsort of a permutation is its inverse
         return values[to_device(np.argsort(self.plan.local), values.device)]
@@ -91,12 +91,12 @@ _TENSORS = ("tokens", "labels", "loss_weights", "position_ids", "token_names")
 
 
 def row_axis(grid: ProcessGrid, parallel: ParallelConfig) -> Axis:
-    """Return the axis that shares a row: cp, or dp x cp with `--dynamic-context-parallel`."""
+    """Return the axis whose ranks share a row: cp, or dp x cp with --dynamic-context-parallel."""
     return grid.over("dp", "cp") if parallel.dynamic_context_parallel else grid.cp
 
 
 def mask_metadata(batch: PackedBatch) -> Metadata:
-    """Return the mask's metadata for a complete row, in the order of the row."""
+    """Return the mask metadata of a complete row, in the order of the row."""
     return Metadata.of_row(batch.leave, batch.span)
 
 
@@ -121,12 +121,13 @@ def shard_batch(
 ) -> LocalBatch:
     """Return this cp rank's share of `batch[T]`, on the host and padded for the layout.
 
-    Set `tp` > 1 for sequence parallelism. `mix` gives the attention ranges of the layers.
+    For sequence parallelism, `tp` is the number of tp ranks. `mix` contains the layers' attention
+    ranges.
     """
     if cp.size == 1:
         layout = CONTIGUOUS  # one rank gets all tokens
     padded, metadata = padded_row(batch, layout, cp.size, tp)
-    # the plan has the tokens of all ranks, and `plan.local` those of this rank
+    # the plan contains the tokens of all ranks, and `plan.local` this rank's tokens
     plan = AttentionPlan(layout.deal(metadata, cp.size, mix), metadata, cp.rank)
     # [T], or [T, 3] if time, row and column of image tokens differ
     positions = padded.position_ids if padded.position_axes is None else padded.position_axes

@@ -1,9 +1,9 @@
-"""Exchange of image features: from the ranks that encode them to the ranks that need them.
+"""Exchange of image features, from the ranks that encode them to the ranks that need them.
 
-The boundary table determines which rank encodes a feature, and the layout which rank has its token.
-Every rank knows both, so message sizes need no communication. The destination row of a feature does
-not depend on the order of ranks in a message. Every rank takes part in every exchange, even if it
-encodes and needs no features, because all ranks must take part in the reverse exchange of backward.
+The boundary table determines which rank encodes a feature, and the layout determines which rank has
+its token. Every rank has both tables, so ranks need not communicate message sizes. The destination
+row of a feature does not depend on the order of ranks in a message. Every rank joins every
+exchange, even if it encodes and needs no features, because the backward pass reverses it.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from megacp.engine.rows.image_shards import REPLICATE, compute_image_shard_bound
 
 @dataclass(frozen=True, eq=False)
 class FeatureRoutes:
-    """The source and destination of each feature of a row, from the view of one rank."""
+    """Source and destination of each feature in a row, from one rank's perspective."""
 
     cp_rank: int
     source: np.ndarray
     """Rank that encodes each feature, in feature (unit) order: int64 [n]."""
     position: np.ndarray
-    """Index of each feature among the features of its source rank: int64 [n]."""
+    """Index of each feature among its source rank's features: int64 [n]."""
     target: np.ndarray
-    """Rank that has the token of each feature: int64 [n]."""
+    """Rank that has each feature's token: int64 [n]."""
     row: np.ndarray
     """Local index of that token on the target rank: int64 [n]."""
     counts: np.ndarray
@@ -47,29 +47,29 @@ class FeatureRoutes:
     def leaving(self) -> np.ndarray:
         """Positions of this rank's features in message order: int64 [m].
 
-        Message order is by target, then by feature.
+        Messages are sorted by target, then by feature.
         """
         mine = np.flatnonzero(self.source == self.cp_rank)
         return self.position[mine[np.argsort(self.target[mine], kind="stable")]]
 
     @functools.cached_property
     def arrival(self) -> np.ndarray:
-        """Permutation int64 [k] that sorts received features by feature.
+        """Permutation int64 [k] that puts received features in feature order.
 
-        They arrive sorted by source, then by feature.
+        Features arrive sorted by source, then by feature.
         """
         by_source = np.argsort(self.source[self.arriving], kind="stable")
         return np.argsort(by_source, kind="stable")  # the inverse permutation
 
 
 def own_routes(indices: np.ndarray, tokens: np.ndarray, cp_rank: int) -> FeatureRoutes:
-    """Return the routes of a rank that encodes all features itself.
+    """Return the routes for a rank that encodes all features itself.
 
-    The features are at row indices `tokens [n]`, and `indices [cp, t]` are the tokens of each rank.
+    `tokens [n]` are the row indices of the features, and `indices [cp, t]` the tokens of each rank.
     """
     cp = len(indices)
     target, row = _holders(indices, tokens)
-    # nothing is sent: the rank "sends" all features to itself
+    # nothing is sent to other ranks: the rank "sends" all features to itself
     counts = np.zeros((cp, cp), np.int64)
     counts[cp_rank, cp_rank] = len(tokens)
     source = np.full(len(tokens), cp_rank)
@@ -78,7 +78,7 @@ def own_routes(indices: np.ndarray, tokens: np.ndarray, cp_rank: int) -> Feature
 
 
 def _holders(indices: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rank of each of `tokens` and its local index there, both int64 [n].
+    """Return the rank and the local index of each token in `tokens`, both int64 [n].
 
     `indices [cp, t]` are the tokens of each rank.
     """
@@ -95,12 +95,12 @@ def feature_routes(
     boundaries: np.ndarray,
     cp_rank: int,
 ) -> FeatureRoutes:
-    """Return the routes of features at row indices `tokens [n]`.
+    """Return the routes for features at row indices `tokens [n]`.
 
     `indices [cp, t]` are the tokens of each rank, and `boundaries [cp]` the images of each rank.
     """
     cp = len(indices)
-    # [cp]: rank r encodes the features [starts[r], stops[r]); the ranges follow each other
+    # [cp]: rank r encodes features [starts[r], stops[r]), and the ranges are consecutive
     starts = boundaries["start_pool_idx"].astype(np.int64)
     stops = boundaries["end_pool_idx"].astype(np.int64)
     assert (stops - starts).sum() == len(tokens), (
@@ -119,11 +119,11 @@ def feature_routes(
 def routed(features: torch.Tensor, routes: FeatureRoutes, axis: Axis) -> torch.Tensor:
     """Send features to the ranks that need them, in one uneven all-to-all.
 
-    `features[m, h]` have been encoded on this rank. Return the features `[k, h]` that this rank
-    needs, in feature order. Gradients take the reverse route.
+    `features[m, h]` were encoded on this rank. Return the features `[k, h]` that this rank needs,
+    in feature order. In the backward pass, their gradients are sent back.
     """
     sent = features.index_select(0, to_device(routes.leaving, features.device))  # message order
-    # numbers of features sent to and received from each rank
+    # number of features sent to and received from each rank
     out = routes.counts[routes.cp_rank].tolist()
     into = routes.counts[:, routes.cp_rank].tolist()
     received = exchange(sent, axis, out, into)
@@ -132,7 +132,7 @@ def routed(features: torch.Tensor, routes: FeatureRoutes, axis: Axis) -> torch.T
 
 @dataclass(frozen=True, eq=False)
 class PatchGrids:
-    """Grids of images of any size; a tower caches the tensors that it derives from them."""
+    """Grids of images with different sizes; towers cache tensors that they derive from a grid."""
 
     sizes: np.ndarray
     """Rows and columns of the pooled tokens of each image: int64 `[n, 2]`."""
@@ -140,32 +140,32 @@ class PatchGrids:
 
 @dataclass(frozen=True, eq=False)
 class LocalVision:
-    """One rank's share of the images of a microbatch."""
+    """One rank's share of a microbatch's images."""
 
     patches: torch.Tensor
-    """Crops: float32 or narrower `[c, patches per crop, patch_dim]`; c may be 0."""
+    """Crops, in float32 or a narrower dtype: `[c, patches per crop, patch_dim]`; c may be 0."""
     pooling: torch.Tensor
     """Pooling windows of the m features encoded on this rank: int64 `[m, window]`.
 
     The values are indices into patches.flatten(0, 1); -1 is outside the image."""
     routes: FeatureRoutes
     axis: Axis
-    """Ranks that share the tokens and images of the row."""
+    """Axis of the ranks that share the tokens and images of the row."""
     replicated: bool = False
     """Whether every rank encodes all features, so that none are sent."""
     grids: PatchGrids | None = None
-    """Grids of the units encoded here; None if token positions have one axis."""
+    """Grids of the units encoded here; None if all crops have the same size."""
 
     def to(self, device: torch.device) -> LocalVision:
-        """Return this host share with its tensors on `device`."""
+        """Return a copy of this share, which is on the host, with its tensors on `device`."""
         patches = to_device(self.patches, device)
         pooling = to_device(self.pooling, device)
         return dataclasses.replace(self, patches=patches, pooling=pooling)
 
     def packed_for(self, device: torch.device, dtype: torch.dtype) -> LocalVision:
-        """Return this share in pinned memory, with pixels no wider than `dtype`.
+        """Return a copy of this share in pinned memory, with pixels in `dtype` if it is narrower.
 
-        The tower would narrow them to its dtype anyway. Threads of the data loader call this.
+        The tower would convert them to its dtype anyway. Data loader threads call this method.
         """
         patches = self.patches
         if dtype.itemsize < patches.dtype.itemsize:
@@ -175,15 +175,15 @@ class LocalVision:
 
 
 def place_features(features: torch.Tensor, vision: LocalVision) -> tuple[torch.Tensor, np.ndarray]:
-    """Exchange the features `[m, h]` encoded on this rank; collective over the axis.
+    """Exchange features `[m, h]`, which this rank has encoded, across the axis (collective).
 
-    Return the features `[k, h]` of this rank's tokens, and the tokens' local indices int64 `[k]`,
-    which stay on the host.
+    Return the features `[k, h]` of this rank's tokens, and the tokens' local indices int64 `[k]` on
+    the host.
     """
     routes = vision.routes
     expected = routes.counts[routes.cp_rank].sum()
     assert len(features) == expected, (
-        f"the tower returned {len(features)} features, but the routes count {expected}"
+        f"the tower returned {len(features)} features, but the routes expect {expected}"
     )
     if vision.replicated:  # this rank has encoded the features of all its tokens
         own = features.index_select(0, to_device(routes.position[routes.arriving], features.device))
@@ -202,9 +202,9 @@ def add_features(
 ) -> torch.Tensor:
     """Add `features [k, h]` to `x` at token indices `rows [k]`, or replace `x` there.
 
-    The features are replicated over tp. With `sliced` (sequence parallelism), `x [t/tp, h]` is this
+    All tp ranks have the same features. With `sliced` (sequence parallelism), `x [t/tp, h]` is this
     tp rank's slice of the tokens. Each tp rank then uses different features, so their gradients are
-    summed over tp. Otherwise `x [t, h]` is the same on all tp ranks.
+    summed over tp. Otherwise, `x [t, h]` is the same on all tp ranks.
     """
     if sliced:
         features = copy_to(features, tp)
@@ -223,16 +223,16 @@ def local_vision(vision: VisionInputs, indices: np.ndarray, axis: Axis) -> Local
     """Return this rank's share of a row's images, on the host.
 
     `indices [cp, t]` are the tokens of each rank. If there is no boundary table for this number of
-    ranks, compute it from the bounds; the result equals the table that the loader would compute.
+    ranks, compute it from the bounds, as the loader would do.
     """
     patches = torch.from_numpy(vision.patches)
     pooling = torch.from_numpy(vision.pooling)
     grids = None if vision.grids is None else PatchGrids(vision.grids)
-    # every rank has all pixels, so no exchange is needed
+    # every rank has all pixels, so no exchange is necessary
     if vision.strategy == REPLICATE:
         routes = own_routes(indices, vision.feature_rows, axis.rank)
         return LocalVision(patches, pooling, routes, axis, True, grids)
-    # a stored table is for one number of ranks
+    # a stored table is valid for only one number of ranks
     boundaries = vision.boundaries
     if boundaries is None or len(boundaries) != axis.size:
         bounds = vision.cum_crop_bounds, vision.cum_token_pooling_bounds

@@ -1,1 +1,1 @@
-"""One training step: plan, shard, run, reduce, decide, update."""
+"""A training step: plan, shard, run, reduce, decide, update."""

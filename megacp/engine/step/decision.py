@@ -1,4 +1,4 @@
-"""The decision whether to apply a step, and the packs to report if its numbers are not finite."""
+"""The decision whether to apply a step, and the packs to report if there are problems with it."""
 
 from __future__ import annotations
 
@@ -15,20 +15,23 @@ from megacp.storage.wording import listed
 
 @dataclass(frozen=True)
 class Decision:
-    """The decision on one step."""
+    """Decision on a training step."""
 
     update: bool = True
-    """Whether the optimizer applies the step."""
+    """Whether to apply the optimizer update."""
     finite: bool = True
     """Whether loss and gradient norm are finite."""
     findings: tuple[str, ...] = ()
-    """Descriptions of problems with the step."""
+    """Descriptions of the step's problems."""
     end: str = ""
     """Reason to end the run before this update; empty if the run continues."""
 
 
 def finite_only(loss: float, grad_norm: float) -> Decision:
-    """Return a decision without history: an update needs a finite loss and gradient norm."""
+    """Return a decision that does not depend on earlier steps.
+
+    It allows the update if loss and gradient norm are finite.
+    """
     if math.isfinite(loss) and math.isfinite(grad_norm):
         return Decision()
     finding = f"loss {loss}"
@@ -37,7 +40,7 @@ def finite_only(loss: float, grad_norm: float) -> Decision:
     return Decision(update=False, finite=False, findings=(finding,))
 
 
-_MOST = 64  # packs named in one message
+_MOST = 64  # maximum number of packs in a message
 
 
 def suspects(
@@ -45,8 +48,8 @@ def suspects(
 ) -> str:
     """Return a sentence about the packs of a step with findings, the same on all ranks.
 
-    `packs` and `losses` are those of this rank, by microbatch; a rank without the last stage has no
-    losses. `finite` says whether loss and gradient of the whole step are finite. Collective over
+    `packs` and `losses` are this rank's, per microbatch; only ranks of the last stage have losses.
+    `finite` is whether the loss and the gradient of the whole step are finite. Collective over
     `world`.
     """
     # packs of this rank with a loss that is not finite
@@ -60,9 +63,9 @@ def suspects(
         blamed = set().union(*(of_rank for of_rank, _ in found))
         on_ranks = ", ".join(map(str, ranks))
         return f"the loss of {named_packs(blamed)} was not finite, on rank {on_ranks}"
-    # the gradient is a sum over all packs, so any of them may be the cause
+    # the gradient is a sum over all packs, so any of these may be the cause
     step_packs = set().union(*(of_rank for _, of_rank in found))
-    known = "" if finite else "all losses were finite, a gradient was not; "
+    known = "" if finite else "all losses were finite, but a gradient was not; "
     return f"{known}the step had {named_packs(step_packs)}"
 
 
@@ -71,6 +74,6 @@ def _ids(groups: Iterable[tuple[int, ...]]) -> set[int]:
 
 
 def named_packs(packs: Collection[int]) -> str:
-    """Return the packs in words: `pack 3`, `packs 3, 5`, `packs ..., and 9 more`."""
+    """Return the packs as text: `pack 3`, `packs 3, 5`, or `packs ..., and 9 more`."""
     noun = "pack" if len(packs) == 1 else "packs"
     return f"{noun} {listed(sorted(packs), _MOST)}"

@@ -1,8 +1,8 @@
 """The rows of a rank: their packs, the ranks that share them, and their plan before a step.
 
-With dynamic context parallelism, the packs that different dp ranks would read form one row, which
-is distributed over dp x cp ranks. The layout keeps short documents on few ranks, and ranks without
-a common document exchange nothing.
+With dynamic context parallelism, the packs that different dp ranks would otherwise read form one
+row, which is distributed across dp x cp ranks. The layout keeps short documents on few ranks, and
+ranks without a common document exchange nothing.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ from megacp.engine.rows.shard import LocalBatch, row_axis
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of one rank."""
+    """Which rows a rank reads, and which ranks share them."""
 
     axis: Axis
-    """The ranks that share the tokens of a row: cp, or dp x cp."""
+    """Axis of the ranks that share a row's tokens: cp, or dp x cp."""
     data_rank: DataRank
-    """The rank's index among the readers of a step's rows; equal indices read the same packs."""
+    """This rank's index among the readers of a step's rows; equal indices read the same packs."""
     packs: int
-    """Number of packs in a row."""
+    """Number of packs per row."""
 
 
 @dataclass(frozen=True)
 class PlannedRow:
-    """A microbatch, and everything that the host computes for it before its step."""
+    """A microbatch, together with everything that the host computes for it before its step."""
 
     batch: PackedBatch
     share: LocalBatch
-    """This rank's part of the row, on the host."""
+    """This rank's share of the row, on the host."""
     flops: float = 0.0
-    """Model FLOPs of training on the row; 0 if another rank of the replica counts them."""
+    """Model FLOPs for training on the row; 0 if another rank of the replica counts them."""
 
     @property
     def pack_ids(self) -> tuple[int, ...]:
-        """Numbers of the row's packs."""
+        """Dataset indices of the row's packs."""
         return self.batch.pack_ids
 
 
 def rows_of(config: RunConfig, grid: ProcessGrid) -> Rows:
-    """Return the rows of this rank of `grid`."""
+    """Return which rows this rank of `grid` reads."""
     axis = row_axis(grid, config.parallel)
     packs = config.training.micro_batch_size
     # every dp rank reads different rows

@@ -1,6 +1,6 @@
-"""One optimizer step or one validation batch: plan, shard, run the pipeline, reduce, update.
+"""An optimizer step or a validation batch: plan, shard, run the pipeline, reduce, update.
 
-The same code runs on one process and on 4D grids; the grid only determines each rank's share.
+The same code runs in a single process and on 4D grids; the grid only determines each rank's share.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from megacp.engine.step.rows import PlannedRow, rows_of
 from megacp.engine.timers import Phase, unmeasured
 
 Check = Callable[[float, float], Decision]
-"""Function from (loss, gradient norm) of a step, equal on all ranks, to the decision."""
+"""Function from a step's loss and gradient norm, which are equal on all ranks, to a decision."""
 
 Row = PackedBatch | PlannedRow
-"""A microbatch, with or without a plan; a missing plan is computed at the start of the step."""
+"""A microbatch with or without a plan. A missing plan is computed at the start of the step."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of one optimizer step; equal on all ranks."""
+    """Result of an optimizer step, the same on all ranks."""
 
     loss: float
     grad_norm: float
     lr: float
     decision: Decision
-    """Whether the step was applied, and the reasons."""
+    """Whether the step was applied, and why not."""
     suspects: str = ""
-    """Sentence about the packs of a step with findings."""
+    """Sentence about the step's packs if there are findings."""
     experts: Mapping[str, float] = field(default_factory=dict)
-    """Figures of `Balance.settle`."""
+    """Expert-load statistics from `Balance.settle`."""
 
 
 class ParallelModel:
@@ -65,7 +65,7 @@ class ParallelModel:
         self.config = config
         self.grid = grid
         self.is_new = True
-        """Whether this process has not trained a step yet."""
+        """Whether this process has not completed a training step yet."""
         self.phase = phase
         self.chunks, self.parameters = build_sharded(config, grid, drawn)
         # all chunks of a rank share one backend
@@ -84,12 +84,12 @@ class ParallelModel:
         self.sharded_tokens = grid.tp.size if parallel.sequence_parallel else 1
         width = config.model.hidden_size
         self.first_trained = first_trained_stage(config, grid.world.size)
-        """The first virtual stage with trained parameters."""
+        """First virtual stage with trained parameters."""
         # stages exchange hidden states [t/tp, h] in the model's dtype
         self.hidden = HiddenStates(
             lambda batch: (batch.num_tokens // self.sharded_tokens, width), self.backend.dtype
         )
-        # create all communicators now: inside a step, their creation could deadlock
+        # create all communicators now, because creating them inside a step could deadlock
         open_channels(grid, len(self.chunks))
         parts: list[Axis] = []
         for axis in grid.all_axes():
@@ -98,9 +98,9 @@ class ParallelModel:
         connect(parts, grid.device)
 
     def plan(self, batch: PackedBatch) -> PlannedRow:
-        """Return this rank's share of a microbatch with everything that the host can precompute.
+        """Return this rank's share of a microbatch, with everything that the host can precompute.
 
-        Threads of the data loader call this. Raise ValueError for token ids outside the tables.
+        Data loader threads call this method. Raise ValueError if token ids are outside the tables.
         """
         self._refuse_foreign_ids(batch)
         share = shard_batch(
@@ -110,11 +110,11 @@ class ParallelModel:
             tp=self.sharded_tokens * self.backend.token_multiple,
             mix=self.mix,
         )
-        # layers with different attention ranges need different tables
+        # layers with different attention ranges need different attention plans
         for reach in self.mix:
             self.backend.prepare(share.plan.within(reach))
         self.backend.prepare_states(share.plan)
-        # convert pixels and precompute the tower's tables here instead of in the step
+        # convert pixels and precompute the tower's tables here, outside the step
         if share.vision is not None:
             vision = share.vision.packed_for(self.grid.device, self.backend.dtype)
             if self.chunks[0].vision is not None:
@@ -130,22 +130,22 @@ class ParallelModel:
         return row if isinstance(row, PlannedRow) else self.plan(row)
 
     def _moved(self, share: LocalBatch, step: int) -> LocalBatch:
-        """Return the share on its device, with the dropout key of the step.
+        """Return the share on its device, with the step's dropout key.
 
-        The key depends on seed and step, but not on ranks; `token_names` distinguish the packs.
+        The key depends on seed and step but not on ranks; `token_names` distinguish the packs.
         """
         text = f"{self.config.training.seed}/{step}"
-        # a hash, because consecutive steps must get unrelated keys
+        # hash the text so that the keys of consecutive steps are unrelated
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
         return share.to(self.grid.device, int.from_bytes(digest, "little"))
 
     def _refuse_foreign_ids(self, batch: PackedBatch) -> None:
-        """Raise ValueError for ids outside the tables.
+        """Raise ValueError if ids are outside the tables.
 
-        No tp rank would look up such an id, so it would silently become a row of zeros.
+        No tp rank has a row for these ids, so they would silently become rows of zeros.
         """
         model = self.config.model
-        counted = batch.labels[batch.loss_weights > 0]  # the other labels are never looked up
+        counted = batch.labels[batch.loss_weights > 0]  # other labels are never looked up
         tables = (
             ("token", batch.tokens, model.embedding_rows),
             ("label", counted, model.vocab_size),
@@ -153,8 +153,9 @@ class ParallelModel:
         for name, ids, rows in tables:
             if len(ids) and ids.max() >= rows:
                 raise ValueError(
-                    f"packs {batch.pack_ids} have the {name} id {ids.max()}, but the model's table "
-                    f"has {rows} rows: was --data-path built for a different --vocab-size?"
+                    f"packs {batch.pack_ids} contain the {name} id {ids.max()}, but the model's "
+                    f"table has only {rows} rows: check that --data-path and --vocab-size are for "
+                    "the same tokenizer"
                 )
 
     def train(
@@ -165,13 +166,13 @@ class ParallelModel:
         tokens: int,
         check: Check = finite_only,
     ) -> StepResult:
-        """Run one step on this data-parallel rank's microbatches; update if `check` allows it.
+        """Run one step on this data-parallel rank's microbatches, and update if `check` allows it.
 
-        `step` counts from 1. `denominator` divides the loss. `tokens` is the number of tokens of
-        the whole step without padding; it divides the load-balancing terms.
+        `step` counts from 1. The loss is divided by `denominator`, and load-balancing terms by
+        `tokens`, the number of tokens in the whole step without padding.
         """
         losses = self._pipeline(rows, step, denominator, True, tokens)()
-        # only a completed step has compiled and loaded all kernels
+        # all kernels are compiled and loaded now
         self.is_new = False
         with self.phase("gradient exchange"):
             self.parameters.finish()
@@ -195,12 +196,12 @@ class ParallelModel:
     def evaluate(self, rows: Sequence[Row], denominator: float) -> float:
         """Return the loss of a validation batch, with the same formula as in training.
 
-        Nothing is updated. Dropout is off: the chunks are in evaluation mode during the call.
+        Nothing is updated. The chunks are in evaluation mode during the call, so dropout is off.
         """
         for chunk in self.chunks:
             chunk.eval()
         losses = self._pipeline(rows, 0, denominator, False)()
-        # without a backward, full sharding would keep the last parts gathered
+        # without a backward pass, full sharding would keep the last parts gathered
         self.parameters.release()
         for chunk in self.chunks:
             chunk.train()
@@ -209,9 +210,9 @@ class ParallelModel:
     def gradients(
         self, rows: Sequence[Row], step: int, denominator: float, tokens: int = 0
     ) -> float:
-        """Return the loss and leave the summed gradients, without an update.
+        """Return the loss, and compute summed gradients without updating parameters.
 
-        `parameters.grad_shard` is valid until `parameters.zero`, and the counts of `balance` until
+        `parameters.grad_shard` is valid until `parameters.zero`, and the counts in `balance` until
         `Balance.settle`. Without `tokens`, there are no counts and no load-balancing terms.
         """
         losses = self._pipeline(rows, step, denominator, True, tokens)()
@@ -225,7 +226,7 @@ class ParallelModel:
         with self.phase("shard"):
             shares = [self._planned(row).share for row in rows]
         name: str = self.config.parallel.pipeline_schedule if training else "forward_only"
-        # interleaved stages on CUDA compile and load kernels in their first step (runtime.py)
+        # interleaved stages could deadlock while kernels compile in the first step (runtime.py)
         if training and self.is_new and len(self.chunks) > 1 and self.grid.device.type == "cuda":
             name = f"first {name}"
         # stages, microbatches and chunks determine this stage's list of actions
@@ -237,7 +238,7 @@ class ParallelModel:
         if self.parameters.by_schedule:  # with full sharding, the list also gathers parameters
             actions = with_parameters(actions)
         deferred = self.backend.deferred if training else None
-        # batches move to the device with the dropout key of this step
+        # batches are moved to the device with this step's dropout key
         hidden = dataclasses.replace(self.hidden, move=partial(self._moved, step=step))
         return partial(
             run, actions, chunks, shares, self.grid, hidden, self.parameters, self.phase, deferred

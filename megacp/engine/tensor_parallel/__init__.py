@@ -1,1 +1,1 @@
-"""Linear layers, vocabulary and chunked loss over tensor-parallel ranks."""
+"""Tensor-parallel linear layers and vocabulary tables, and the chunked loss."""

@@ -1,14 +1,15 @@
-"""Column- and row-parallel linears with sequence parallelism.
+"""Column- and row-parallel linear layers with sequence parallelism.
 
 Sources: Shoeybi et al., 2019, and Korthikanti et al., 2022.
 
-    column  y[t, f/tp] = x W^T, with dx[t, h] = dy W partial over tp
-    row     y[t, h] = x[t, f/tp] W^T, partial over tp
+    column  y[t, f/tp] = x W^T, and dx[t, h] = dy W must be summed over tp
+    row     y[t, h] = x[t, f/tp] W^T, which must be summed over tp
 
-A column-parallel linear saves its sharded input and gathers it again in backward, unless its weight
-is frozen. The reduce-scatter of the input gradient overlaps with the product for the weight
-gradient. Several global tensors (q, k, v or gate, up) share one local weight and one product. Each
-tensor is sharded separately by heads or rows, so the fusion does not show in checkpoints.
+A column-parallel layer saves its sharded input and gathers it again in the backward pass, unless
+its weight is frozen. The reduce-scatter of the input gradient overlaps with the product for the
+weight gradient. Several global tensors (q, k, v or gate, up) share one local weight and one
+product. Each tensor is sharded separately by heads or rows, so checkpoints do not depend on the
+fusion.
 """
 
 from __future__ import annotations
@@ -36,25 +37,28 @@ _ALONE = single_axis("alone")
 
 @dataclass(frozen=True)
 class LinearSpec:
-    """One matrix product `y = x W^T` for one or several global tensors; sizes are global."""
+    """Description of a matrix product `y = x W^T` for one or several global tensors.
+
+    Sizes are global.
+    """
 
     prefix: str
     linears: Mapping[str, Linear]
-    """Linears with the same input, by name without the prefix. A row-parallel product has one."""
+    """Linear layers with the same input, by name without the prefix; only one if row-parallel."""
 
     @classmethod
     def of(cls, prefix: str, linears: Mapping[str, Linear], *names: str) -> LinearSpec:
-        """Return the product of the linears called `names`."""
+        """Return the spec of one product for the linear layers called `names`."""
         return cls(prefix, {name: linears[name] for name in names})
 
     @property
     def first(self) -> Linear:
-        """The first linear; all linears share its inputs and sharding."""
+        """The first linear layer; all have the same inputs and sharding."""
         return next(iter(self.linears.values()))
 
     @property
     def out_features(self) -> int:
-        """Total number of rows of all tensors."""
+        """Total number of rows in all tensors."""
         return sum(linear.outputs for linear in self.linears.values())
 
 
@@ -63,9 +67,9 @@ def _in_bucket(weight: torch.Tensor) -> bool:
 
 
 def _take_gradient(product: WeightProduct, sink: WeightGradients | None) -> torch.Tensor | None:
-    """Return `dy^T x` for autograd, or give the product to `sink` and return None.
+    """Return `dy^T x` for autograd, or pass the product to `sink` and return None.
 
-    `sink` takes it only if the weight's gradient is in a bucket.
+    `sink` receives it only if the weight's gradient is in a bucket.
     """
     if sink is None or not _in_bucket(product.weight):
         grad = product.grad.flatten(0, -2)  # [t, f]
@@ -75,7 +79,7 @@ def _take_gradient(product: WeightProduct, sink: WeightGradients | None) -> torc
 
 
 class _Linear(torch.autograd.Function):
-    """Linear `x[..., h], W[f, h] -> y[..., f]` in reused memory; for `sink` see `product`.
+    """Matrix product `x[..., h], W[f, h] -> y[..., f]` in reused memory; `sink` as in `product`.
 
     * "gather": sharded `x[t/tp, h] -> y[t, f]`.
     * "scatter": `x[t, f/tp], W[h, f/tp] -> y[t/tp, h]`, summed over tp.
@@ -90,7 +94,7 @@ class _Linear(torch.autograd.Function):
         way: Way,
         sink: WeightGradients | None,
     ) -> torch.Tensor:
-        # the gradient of a frozen weight is not computed, so backward needs no input
+        # a frozen weight has no gradient, so the backward pass does not need the input
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         ctx.weight = weight
         ctx.axis = axis
@@ -117,7 +121,7 @@ class _Linear(torch.autograd.Function):
         dx = None
         if ctx.needs_input_grad[0]:
             dx = large_product(grad, weight)  # [t, f] x [f, h] -> [t, h]
-        # dx of a gathered input is partial over tp: sum it while the weight gradient is computed
+        # sum dx of a gathered input over tp while the weight gradient is computed
         leaving = None
         if gathers and dx is not None:
             leaving = collectives.start_reduce_scatter(dx, ctx.axis)
@@ -139,7 +143,7 @@ def product(
     axis: Axis = _ALONE,
     way: Way = "",
 ) -> torch.Tensor:
-    """Return `x W^T` on this rank, or over `axis` with `way` "gather" or "scatter".
+    """Return `x W^T`: on this rank only, or over `axis` if `way` is "gather" or "scatter".
 
     `sink` receives the weight gradient if the weight has a gradient bucket.
     """
@@ -154,14 +158,14 @@ def column_product(x: torch.Tensor, weight: torch.Tensor, options: LinearOptions
 
 
 def linear_specs(linear: LinearSpec, options: LinearOptions) -> tuple[ParameterSpec, ...]:
-    """Return the specs of the weight of a product and of its bias, if it has one."""
+    """Return the specs of a product's weight and, if there is one, its bias."""
     each = [part.tensors(f"{linear.prefix}.{name}") for name, part in linear.linears.items()]
     weight, *bias = (parameter_spec(tensors, options) for tensors in zip(*each, strict=True))
     return replace(weight, fused_gradient=options.weight_gradients is not None), *bias
 
 
 class ParallelLinear(nn.Module):
-    """The parameters of a linear that is sharded over tp."""
+    """Parameters of a linear layer that is sharded over tp."""
 
     def __init__(self, linear: LinearSpec, options: LinearOptions) -> None:
         super().__init__()
@@ -172,16 +176,16 @@ class ParallelLinear(nn.Module):
 
 
 class ColumnParallelLinear(ParallelLinear):
-    """Linear `x[t/tp, h] -> y[t, f/tp]`; the rows of every tensor are sharded over tp."""
+    """Linear layer `x[t/tp, h] -> y[t, f/tp]`; the rows of every tensor are sharded over tp."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `y[t, f/tp]` for `x[t/tp, h]` under sequence parallelism, else for `x[t, h]`."""
+        """Return `y[t, f/tp]` for `x[t/tp, h]` or, without sequence parallelism, `x[t, h]`."""
         y = column_product(x, self.weight, self.options)
         return y if self.bias is None else y + self.bias
 
 
 class RowParallelLinear(ParallelLinear):
-    """Linear `x[t, f/tp] -> y[t/tp, h]`; the columns of its tensor are sharded over tp.
+    """Linear layer `x[t, f/tp] -> y[t/tp, h]`; the columns of its tensor are sharded over tp.
 
     The bias is added once, after the sum over tp.
     """
@@ -200,10 +204,10 @@ class RowParallelLinear(ParallelLinear):
         x: torch.Tensor,
         grad: torch.Tensor,
     ) -> tuple[torch.Tensor, dict[nn.Parameter, torch.Tensor | None]]:
-        """Return `dx[t, f/tp]` and the gradients of trained parameters, without a forward.
+        """Return `dx[t, f/tp]` and the gradients of trained parameters, without a forward pass.
 
-        `grad` is the gradient of the output. A parameter whose gradient has been added to its
-        bucket has None. Backward needs neither the output nor its reduction.
+        `grad` is the gradient of the output. The result is None for a parameter whose gradient has
+        been added to its bucket. Neither the output nor its reduction is needed.
         """
         found: dict[nn.Parameter, torch.Tensor | None] = {}
         with torch.no_grad():
@@ -251,7 +255,7 @@ class _ColumnNorm(torch.autograd.Function):
 
 
 class ColumnNorm(nn.Module):
-    """RMSNorm over columns that are sharded over tp: `x[t, size/tp]` to the same shape."""
+    """RMSNorm over columns that are sharded over tp, for `x[t, size/tp]`."""
 
     def __init__(self, weight: Tensor, epsilon: float, options: LinearOptions) -> None:
         super().__init__()
@@ -261,7 +265,7 @@ class ColumnNorm(nn.Module):
         self.weight = options.parameter(parameter_spec([weight], options))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the normalised tokens; every tp rank must have the same tokens."""
+        """Return the normalised `x`; all tp ranks must have the same tokens."""
         weight: torch.Tensor = self.weight
         if self.zero_centered:
             weight = weight.to(accumulation_dtype(x.dtype)) + 1

@@ -20,32 +20,32 @@ from megacp.engine.tensor_parallel.weight_gradients import WeightGradients
 
 @dataclass(frozen=True)
 class LinearOptions:
-    """Options that all layers of a tower share."""
+    """Options that all layers of a tower (or of the decoder) share."""
 
     tp: Axis
     sequence_parallel: bool
     dtype: torch.dtype
     device: torch.device
     trained: bool = True
-    """False for a frozen tower, whose parameters have no gradients."""
+    """Whether the tower is trained. Parameters of a frozen tower have no gradients."""
     lr_multiplier: float = 1.0
-    """Learning rate of the tower relative to the schedule."""
+    """Factor applied to the scheduled learning rate."""
     weight_gradients: WeightGradients | None = None
-    """Receiver of the weight gradients of linears, which adds them to buckets; None: autograd."""
+    """Receiver that adds linear layers' weight gradients to buckets; None if autograd does."""
 
     def parameter(self, spec: ParameterSpec, rows: int | None = None) -> nn.Parameter:
         """Return an uninitialised parameter for the pieces of `spec`.
 
-        `rows` is the number of rows including padding, which follows the pieces.
+        `rows` is the number of rows including padding, which comes after the pieces.
         """
-        # pieces are stacked by rows and agree in all other dimensions
+        # pieces are stacked by rows and have equal sizes in all other dimensions
         rows = rows or sum(piece.shape[0] for piece in spec.pieces)
         shape = (rows, *spec.pieces[0].shape[1:])
         values = torch.empty(shape, dtype=self.dtype, device=self.device)
         return self.attach(nn.Parameter(values, requires_grad=self.trained), spec)
 
     def attach(self, parameter: nn.Parameter, spec: ParameterSpec) -> nn.Parameter:
-        """Attach `spec` to a parameter with the learning rate of the tower, and return it."""
+        """Attach `spec` with the tower's learning rate to a parameter; return the parameter."""
         return attach(parameter, replace(spec, lr_multiplier=self.lr_multiplier))
 
 
@@ -75,16 +75,16 @@ def parameter_spec(
 ) -> ParameterSpec:
     """Return the spec of a parameter with this rank's slices of `tensors`.
 
-    The tensors may differ only in name and rows. The gradient of an unsharded tensor is partial
-    over tp if the tp ranks have different tokens (sequence parallelism, the default rule) or
-    different heads (`partial_over_tp=True`). Only tp rank 0 counts such a tensor in the gradient
-    norm. Experts are reduced over all ranks that have the same experts, including tp ranks, and
-    each of these ranks counts its shard.
+    The tensors may differ only in name and rows. The gradient of an unsharded tensor must be summed
+    over tp if tp ranks have different tokens (sequence parallelism, the default rule) or different
+    heads (`partial_over_tp=True`). Only tp rank 0 counts this tensor in the gradient norm. Experts
+    are reduced over all ranks that have the same experts, including tp ranks, and each of these
+    ranks counts its shard.
     """
     first = tensors[0]
     tp = options.tp
     partial = options.sequence_parallel if partial_over_tp is None else partial_over_tp
-    # sharded tensors have complete gradients on their rank
+    # each rank has the complete gradient of its shard
     if first.cut != "whole" or first.reduced_over == EXPERTS:
         return ParameterSpec.of(first, _slices(tensors, tp))
     # replicated tensors: sum the gradient over tp if needed, and count one copy in the norm
@@ -93,6 +93,6 @@ def parameter_spec(
 
 
 def row_parameter(prefix: str, tensors: Sequence[Tensor], options: LinearOptions) -> nn.Parameter:
-    """Return a parameter for `tensors`, whose names get the prefix `prefix.`."""
+    """Return an uninitialised parameter for `tensors`, whose names get the prefix `prefix.`."""
     named = [replace(tensor, name=f"{prefix}.{tensor.name}") for tensor in tensors]
     return options.parameter(parameter_spec(named, options))

@@ -1,16 +1,16 @@
 """The vocabulary-parallel table: an embedding, and an output head that computes the loss in chunks.
 
-The global vocabulary keeps its true size, so a checkpoint does not depend on tp. Each rank pads its
-rows for fast kernels. Padded rows are in no checkpoint, are never looked up, and are masked out of
-the softmax.
+The global vocabulary keeps its true size, so checkpoints do not depend on tp. Each rank pads its
+rows for fast kernels. Padded rows are not saved in checkpoints, are never looked up, and are
+excluded from the softmax.
 
 The loss of a microbatch is `sum(weights * losses) / denominator`. Weights and denominator are known
-before the forward, so the forward of a chunk computes logits, losses, the gradient of the logits,
-and from it the gradients of input and weight. That takes three products without recomputation, and
-the logits of all tokens never exist at the same time. Backward only scales these gradients. Without
-chunking, the row is a single chunk. The weight gradients of several chunks are summed in fp32
-(float64 for float64 models) and narrowed in place, without a second copy. Autograd receives the
-result, because a tied table is used twice.
+before the forward pass. For each chunk, it can therefore compute the logits, the losses, the
+gradient of the logits, and from this the gradients of input and weight. This needs three products
+and no recomputation, and the logits of all tokens never exist at the same time. The backward pass
+only scales these gradients. Without chunking, the row is a single chunk. Weight gradients of
+several chunks are summed in fp32 (float64 for float64 models) and narrowed in place, without a
+second copy. The result is passed to autograd, because a tied table is used twice.
 """
 
 from __future__ import annotations
@@ -40,23 +40,24 @@ class Target:
     """Labels and loss weights of `t` tokens."""
 
     labels: torch.Tensor
-    """Token ids: int64 `[t]`. Any id is allowed where the weight is 0."""
+    """Token ids: int64 `[t]`; arbitrary where the weight is 0."""
     weights: torch.Tensor
     """Loss weights `[t]`."""
     denominator: float
-    """Divisor of the weighted sum, for the whole step."""
+    """Divisor of the weighted sum, the same for the whole step."""
 
 
 @dataclass(frozen=True)
 class TableSpec:
-    """A global embedding or output table."""
+    """Description of a global embedding or output table."""
 
     tensor: Tensor
-    """Description of the table `[vocab_size, hidden_size]`."""
+    """Description of the tensor `[vocab_size, hidden_size]`."""
     partial_over: tuple[str, ...] = ()
-    """Axes over which the gradient is partial: `embedding` if two stages have a tied table."""
+    """Other axes to sum the gradient over: `embedding` if two stages have copies of a tied table.
+    """
     counted: bool = True
-    """Whether the gradient norm counts it; only one of two tied copies counts."""
+    """Whether the table counts in the gradient norm; only one of two tied copies counts."""
 
 
 @fused
@@ -67,11 +68,11 @@ def _read(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the log-sum-exp and the target logit of each row, both `[t]`.
 
-    The target logit is 0 if another rank has it. The compiled code reads the logits once and makes
-    no wide copy.
+    The target logit is 0 if it is on another rank. The compiled code reads the logits only once and
+    makes no wide copy.
     """
     wide = logits.to(accumulation_dtype(logits.dtype))
-    # written out because torch.compile then computes maximum and sum in one loop
+    # written out so that torch.compile computes maximum and sum in one loop
     highest = wide.amax(-1, keepdim=True)
     total = (wide - highest).exp().sum(-1, keepdim=True)
     lse = (highest + total.log())[:, 0]
@@ -86,9 +87,9 @@ def _write_gradient(
     lse: torch.Tensor,
     scale: torch.Tensor,
 ) -> None:
-    """Overwrite the logits with their gradient, `(softmax - 1 at the label) * scale`, in one pass.
+    """Overwrite the logits with their gradient, `(softmax - one_hot(label)) * scale`, in one pass.
 
-    A label on another rank equals no local column.
+    A label on another rank does not match any local column.
     """
     softmax = torch.exp(logits.to(lse.dtype) - lse[:, None])
     column = torch.arange(logits.shape[1], device=logits.device)
@@ -105,20 +106,20 @@ def cross_entropy(
 ) -> torch.Tensor:
     """Return the loss per token, `[t]` in fp32 or wider, replicated over tp.
 
-    `logits[t, v]` are this rank's true columns; the first has the global index `first`. They are
-    overwritten: with the gradient of `sum(scale * losses)` if `scale[t]` is given (in the dtype of
-    the losses), else with scratch values. `labels[t]` are int64 global indices.
+    `logits[t, v]` are this rank's columns without padding; the first has the global index `first`.
+    They are overwritten: with the gradient of `sum(scale * losses)` if `scale[t]` (in the dtype of
+    the losses) is given, otherwise with scratch values. `labels[t]` are int64 global indices.
 
-    In one all-gather, the ranks share two numbers per token: the log-sum-exp and the target logit
-    of their columns. On CUDA, one compiled pass reads the logits and another writes the gradient.
-    On a CPU, the exponentials are kept in between.
+    With one all-gather, ranks share two numbers per token: the log-sum-exp and the target logit of
+    their columns. On CUDA, one compiled pass reads the logits and another writes the gradient. On a
+    CPU, the exponentials are kept in between.
     """
     local = labels - first
-    # [t]: the label's column is on another rank, or does not exist
+    # [t]: whether the label's column is on another rank or does not exist
     elsewhere = (local < 0) | (local >= logits.shape[1])
     index = local.masked_fill(elsewhere, 0)[:, None]  # [t, 1]
     compiled = is_compiled(logits)
-    if not logits.shape[1]:  # this rank has only padded rows of the vocabulary
+    if not logits.shape[1]:  # this rank has only padded vocabulary rows
         target = logits.new_zeros(labels.shape, dtype=accumulation_dtype(logits.dtype))
         lse = torch.full_like(target, -torch.inf)
     elif compiled:
@@ -128,7 +129,7 @@ def cross_entropy(
         wide = logits.to(accumulation_dtype(logits.dtype))
         target = wide.gather(1, index)[:, 0].masked_fill(elsewhere, 0.0)  # [t], 0 on other ranks
         highest = wide.amax(-1)
-        wide.sub_(highest[:, None]).exp_()  # in place: the gradient needs the exponentials
+        wide.sub_(highest[:, None]).exp_()  # in place, because the gradient needs the exponentials
         lse = highest + wide.sum(-1).log()  # [t], over the local columns
     local_terms = torch.stack([lse, target])[None]  # [1, 2, t]
     shared = collectives.all_gather(local_terms, axis)  # [tp, 2, t]
@@ -138,9 +139,9 @@ def cross_entropy(
     if scale is not None and logits.shape[1] and compiled:
         _write_gradient(logits, local, lse, scale)
     elif scale is not None and logits.shape[1]:
-        # scaled softmax, from the exponentials
+        # scaled softmax, computed from the exponentials
         wide.mul_((scale * torch.exp(highest - lse))[:, None])
-        # minus the scale at the label
+        # subtract the scale at the label
         at_label = (-scale).masked_fill(elsewhere, 0.0)
         wide.scatter_add_(1, index, at_label[:, None])
         if wide is not logits:
@@ -151,7 +152,7 @@ def cross_entropy(
 def weighted_loss(losses: torch.Tensor, weights: torch.Tensor, denominator: float) -> torch.Tensor:
     """Return the scalar `sum(weights[t] * losses[t]) / denominator` over this rank's tokens.
 
-    It is partial over dp and cp.
+    It is not yet summed over dp and cp.
     """
     return (losses * weights.to(losses.dtype)).sum() / denominator
 
@@ -176,30 +177,30 @@ class VocabularyTable(nn.Module):
         self.weight = options.parameter(spec, rows)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Embed int64 `tokens[t]`.
+        """Return the embeddings of int64 `tokens[t]`.
 
-        Return `x[t/tp, h]` under sequence parallelism, else `x[t, h]`.
+        The result is `x[t/tp, h]` with sequence parallelism, otherwise `x[t, h]`.
         """
         local = tokens - self.first
         tp = self.options.tp
         elsewhere = (local < 0) | (local >= self.true_rows)  # [t]: the row is on another tp rank
-        # look up row 0 for tokens of other ranks, and zero the result below
+        # for rows on other ranks, look up row 0 and zero the result below
         x = F.embedding(local.masked_fill(elsewhere, 0), self.weight)  # [t] -> [t, h]
         if tp.size == 1:
             return x
-        x = x.masked_fill(elsewhere[:, None], 0.0)  # partial over tp: one rank is not 0
+        x = x.masked_fill(elsewhere[:, None], 0.0)  # to be summed over tp; only one rank is not 0
         return reduce_scatter_to(x, tp) if self.options.sequence_parallel else reduce_from(x, tp)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the logits `[t, true rows of this rank]` of `x[t/tp, h]` or `x[t, h]`."""
+        """Return the logits of `x[t/tp, h]` or `x[t, h]`: `[t, true rows of this rank]`."""
         return column_product(x, self.weight, self.options)[:, : self.true_rows]
 
     def loss(self, x: torch.Tensor, target: Target, chunk_tokens: int) -> torch.Tensor:
-        """Return the scalar loss of `x`, replicated over tp and partial over dp and cp.
+        """Return the scalar loss of `x`, replicated over tp and not yet summed over dp and cp.
 
-        `x` has the shape that `logits` takes. Logits exist for `chunk_tokens` tokens at a time (0:
-        all tokens). Gradients are computed in the forward, but only the needed ones: none for a
-        frozen table and none in evaluation.
+        `x` has the same shape as for `logits`. Logits of `chunk_tokens` tokens exist at once (0:
+        all tokens). Gradients are computed in the forward pass if they are needed: not for a frozen
+        table, and not in evaluation.
         """
         return _ChunkedLoss.apply(
             x, self.weight, target, self, chunk_tokens, torch.is_grad_enabled()
@@ -209,7 +210,7 @@ class VocabularyTable(nn.Module):
 class _ChunkedLoss(torch.autograd.Function):
     """Scalar loss, replicated over tp, of sharded `x[t/tp, h]` or replicated `x[t, h]`.
 
-    The weight is this rank's `W[rows, h]`, including padded rows.
+    The weight consists of this rank's rows `W[rows, h]`, including padding.
     """
 
     @staticmethod
@@ -224,7 +225,7 @@ class _ChunkedLoss(torch.autograd.Function):
         dx = empty(x_all.shape, x_all) if for_x else None
         d_weight = None
         if for_weight:
-            # the sum over several chunks needs the wide dtype
+            # sum several chunks in the wide dtype
             d_weight = zeros(weight.shape, weight, wide if tokens > step else None)
         weights = target.weights.to(wide)
         scale = weights / target.denominator
@@ -234,11 +235,11 @@ class _ChunkedLoss(torch.autograd.Function):
             logits = large_product(x_all[part], weight.t())  # [c, h] x [h, rows] -> [c, rows]
             true = logits[:, : table.true_rows]
             scaled = scale[part] if for_x or for_weight else None
-            # this overwrites the logits with their gradient
+            # overwrites the logits with their gradient
             losses[part] = cross_entropy(true, target.labels[part], table.first, tp, scaled)
             logits[:, table.true_rows :] = 0.0  # padded rows have no gradient
             if dx is not None:
-                # [c, rows] x [rows, h] -> [c, h], partial over tp
+                # [c, rows] x [rows, h] -> [c, h], to be summed over tp
                 torch.mm(logits, weight, out=dx[part])
             if d_weight is not None:
                 _add_product(d_weight, logits, x_all[part])
@@ -252,7 +253,7 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        # scaled in place, so torch refuses a second backward
+        # scaled in place, so torch refuses a second backward pass
         dx, d_weight = ctx.saved_tensors
         if d_weight is not None:
             d_weight = _narrowed(d_weight.mul_(grad), ctx.dtype)
@@ -262,8 +263,8 @@ class _ChunkedLoss(torch.autograd.Function):
 def _add_product(total: torch.Tensor, grad: torch.Tensor, x: torch.Tensor) -> None:
     """Add `grad^T x` to `total[rows, h]`, for `grad[c, rows]` and `x[c, h]`.
 
-    On a CPU, a product for a wider total is computed for some rows at a time. The temporary is then
-    at most as large as the wide logits of the chunk, which have been freed by now.
+    On a CPU, the product for a wider total is computed in groups of rows, so that the temporary is
+    at most as large as the chunk's wide logits, which have been freed by now.
     """
     rows = total.shape[0]
     if total.dtype != grad.dtype and not on_gpu(total):
@@ -274,7 +275,7 @@ def _add_product(total: torch.Tensor, grad: torch.Tensor, x: torch.Tensor) -> No
 
 
 def _narrowed(total: torch.Tensor, dtype: torch.dtype, block: int = 1 << 22) -> torch.Tensor:
-    """Convert `total` to a dtype that is not wider, in the first bytes of its storage."""
+    """Convert `total` to a dtype that is not wider, in place; return the converted tensor."""
     if total.dtype == dtype:
         return total
     flat = total.view(-1)

@@ -1,14 +1,14 @@
-"""A LoRA adapter written by peft, as a source of low-rank pairs with our names.
+"""Reads a LoRA adapter saved by peft as a source of LoRA pairs with our tensor names.
 
-If the library joins linears that we keep separate (Phi-3's qkv, gate and up of stacked experts),
-the adapter has one pair for all of them. If its B is block-diagonal, each linear gets its block.
-Otherwise all linears share A, and each has its rows of B. Experts have one pair for all of them if
-the library stores their matrices as one parameter (A ordered by expert, B by rank), or one pair per
-linear and expert.
+If the library fuses linears that we keep separate (Phi-3's qkv, gate and up of stacked experts),
+the adapter has one pair for the fused linear. If the B of that pair is block-diagonal, each of our
+linears gets its block. Otherwise, they share A, and each gets its rows of B. All experts of a layer
+share one pair if the library stores their matrices as one parameter (A ordered by expert, B by
+rank); otherwise, each linear of each expert has its own pair.
 
-A run has one rank and one alpha for each kind of linear. Pairs of a kind with smaller ranks are
-padded with zeros, which stay zero in training. Pairs with another scale have it multiplied into
-their B.
+A run has one rank and one alpha for each kind of linear. Pairs with a smaller rank are padded with
+zeros, which stay zero during training. If the scale of a pair differs, the ratio is multiplied into
+its B.
 """
 
 from __future__ import annotations
@@ -47,22 +47,22 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 @dataclass(frozen=True)
 class _PairPlace:
-    """A place where an adapter may have a pair."""
+    """A module or parameter for which an adapter may have a pair."""
 
     target: str
-    """Name of the module or parameter in the config."""
+    """Name of the module or parameter, as the config refers to it."""
     field: str
-    """Field of the config with this name."""
+    """Config field that selects the target."""
     module: str
-    """Module of the pair in the file."""
+    """Module name under which the file stores the pair."""
     ours: tuple[tuple[Named, ...], ...]
-    """Our linears for the pair, joined; for a stack, those of each expert."""
+    """Our linears that the pair covers: one group, or for a stack one group per expert."""
     is_stack: bool = False
 
 
 @dataclass(frozen=True)
 class _Pair:
-    """A `[r, inputs]` and B `[rows, r]` of some joined linears of ours."""
+    """A `[r, inputs]` and B `[rows, r]` for one or more of our linears, joined."""
 
     name: str
     ours: tuple[Named, ...]
@@ -72,14 +72,14 @@ class _Pair:
 
 
 class Adapter:
-    """The pairs of an adapter as a source with our names, and the flags of a run that continues to
-    train them.
+    """The pairs of an adapter as a source with our names, and the flags with which a run continues
+    their training.
     """
 
     def __init__(self, folder: Path, family: Family, values: Values) -> None:
-        """Read an adapter of a model of `family` with the flags `values`.
+        """Read an adapter for a model of `family` that has the flags `values`.
 
-        Raise ValueError with the invalid field or tensor if a run cannot train these pairs.
+        Raise ValueError with the invalid field or tensor if a run cannot train its pairs.
         """
         self._in_turns = family.in_turns
         self._config = AdapterConfig(folder / NAME)
@@ -89,9 +89,9 @@ class Adapter:
         if tensors:
             names = listed([shown(name) for name in tensors], 3)
             raise ValueError(
-                f"{WEIGHTS}: {names}: the model has no linear with this name that supports LoRA"
+                f"{WEIGHTS} has {names}, but the model has no such linear that supports LoRA"
             )
-        # From here on, each pair has one linear of ours.
+        # After the split, each pair belongs to exactly one of our linears.
         apart = list(_split(list(_without_empty(pairs))))
         self._require_all_layers(apart, family, values)
         self._sizes = _size_by_kind(apart)
@@ -101,14 +101,14 @@ class Adapter:
             self._keep(pair)
         self.flags = self._flags()
         self.notes = list[str]()
-        """Messages about settings that are read but not used."""
+        """Messages about settings that are read but ignored."""
         if self._config.dropout > 0:
             self.notes.append(
-                f"{NAME}: lora_dropout {self._config.dropout:g} is not used; set --lora-dropout"
+                f"{NAME}: lora_dropout {self._config.dropout:g} is ignored; set --lora-dropout"
             )
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Return rows [start, stop) of a tensor, padded with zeros to the rank of its kind."""
+        """Return rows [start, stop) of a tensor, zero-padded to the rank of its kind of linear."""
         tensor = self._tensors[name]
         shape = self.infos[name].shape
         found = tensor.new_zeros(stop - start, *shape[1:])
@@ -119,9 +119,9 @@ class Adapter:
     def _pairs(
         self, family: Family, values: Values, tensors: dict[str, torch.Tensor]
     ) -> list[_Pair]:
-        """Take the pairs out of the file's tensors.
+        """Return the file's pairs, and remove their tensors from `tensors`.
 
-        Raise ValueError if config and file disagree.
+        Raise ValueError if the config and the file disagree.
         """
         links = [link for link in family.links_of_modules(values) if _can_have_pairs(link)]
         # The file's names may differ from the model's by a prefix.
@@ -152,7 +152,7 @@ class Adapter:
         return pairs
 
     def _require_parameters(self, names: Iterable[str]) -> None:
-        """Raise ValueError for a target parameter that the model does not have."""
+        """Raise ValueError if the config targets a parameter that the model does not have."""
         # A target matches the end of a name, at a dot.
         ends = set[str]()
         for name in names:
@@ -161,18 +161,18 @@ class Adapter:
         strange = [shown(target) for target in self._config.target_parameters if target not in ends]
         if strange:
             raise ValueError(
-                f"{NAME} has target_parameters {listed(strange, 3)}: the model has no linear with "
-                "this name"
+                f"{NAME} has target_parameters {listed(strange, 3)}, but the model has no such "
+                "linear"
             )
 
     def _places(
         self, links: Sequence[Link], prefix: _Prefix, about: Mapping[str, TargetSaid]
     ) -> Iterator[_PairPlace]:
-        """Yield the places where the file may have pairs."""
+        """Yield every module or parameter for which the file may have a pair."""
         for link in links:
             name = prefix.of(link)
             if name.endswith(STACKS):
-                # The place of a stack's pair depends on whether both stacks of the layer have one.
+                # The module of a stack's pair depends on whether both stacks of the layer have one.
                 both = all(about[other].is_parameter for other in stacks_beside(name))
                 module = modules_of_stacks(name, both)
                 experts = tuple(experts_in_link(link))
@@ -181,7 +181,8 @@ class Adapter:
             module = name.removesuffix(".weight")
             if about[name].is_parameter and about[module].is_module:
                 raise ValueError(
-                    f"{NAME} names {module} in both target_modules and target_parameters"
+                    f"{NAME} selects {module} in both target_modules and target_parameters; use "
+                    "one of them"
                 )
             if about[name].is_parameter:
                 yield _PairPlace(name, "target_parameters", module, (link.ours,))
@@ -189,7 +190,7 @@ class Adapter:
                 yield _PairPlace(module, "target_modules", module, (link.ours,))
 
     def _has(self, place: _PairPlace, said: TargetSaid, modules: frozenset[str] | set[str]) -> bool:
-        """Return whether the file has a pair. Raise ValueError if the config disagrees."""
+        """Return whether the file has a pair there. Raise ValueError if the config disagrees."""
         # Only target_parameters can select a stack.
         if place.is_stack and not said.is_parameter:
             return False
@@ -205,51 +206,51 @@ class Adapter:
     def _of_place(
         self, place: _PairPlace, said: TargetSaid, down: torch.Tensor, up: torch.Tensor
     ) -> Iterator[_Pair]:
-        """Check a pair's tensors, and yield it; split the pair of a stack into one per expert."""
+        """Check a pair's tensors and yield it; split a stack's pair into one pair per expert."""
         count = len(place.ours)
         links = place.ours[0]
         rows = sum(named.shape[0] for named in links)
         inputs = links[0].shape[1]
         rank = said.size.rank
-        # A wrong rank has a clearer message than a wrong shape.
+        # Check the rank first: its message is clearer than the one about shapes.
         if down.dim() == 2 and down.shape[0] != rank * count:
             found: int | str = f"{down.shape[0]} / {count}"
             if down.shape[0] % count == 0:
                 found = down.shape[0] // count
-            raise ValueError(f"{place.target}: rank {found}, but {NAME} has {rank}")
+            raise ValueError(f"{place.target} has rank {found}, but {NAME} has rank {rank}")
         shape_of_down = (rank * count, inputs)
         shape_of_up = (rows, rank * count)
         if tuple(down.shape) != shape_of_down or tuple(up.shape) != shape_of_up:
             raise ValueError(
-                f"{place.target}: A {tuple(down.shape)} and B {tuple(up.shape)} do not fit the "
-                f"model, which requires {shape_of_down} and {shape_of_up}"
+                f"{place.target} has shapes {tuple(down.shape)} of A and {tuple(up.shape)} of B, "
+                f"but the model requires {shape_of_down} and {shape_of_up}"
             )
         for tensor, end in ((down, A), (up, B)):
             if tensor.dtype not in _DTYPES:
                 raise ValueError(
-                    f"{place.module}.{end} has dtype {tensor.dtype}, supported are "
+                    f"{place.module}.{end} has dtype {tensor.dtype}; supported dtypes are "
                     f"{listed(_DTYPES, 9)}"
                 )
             if not tensor.isfinite().all():
-                raise ValueError(f"{place.module}.{end} has values that are inf or NaN")
+                raise ValueError(f"{place.module}.{end} contains inf or NaN values")
         if not place.is_stack:
             yield _Pair(place.target, links, down, up, said.size)
             return
-        # [E r, inputs] -> [E, r, inputs]; B is by rank: [rows, r E] -> [E, rows, r]
+        # [E r, inputs] -> [E, r, inputs]; B is ordered by rank: [rows, r E] -> [E, rows, r]
         downs = down.unflatten(0, (count, rank))
         ups = up.unflatten(1, (rank, count)).permute(2, 0, 1)
         if self._in_turns and place.target.endswith(STACKS[0]):
-            # Rows of gate and up alternate; ours are all rows of gate, then of up.
+            # Their gate and up rows alternate; ours are all gate rows, then all up rows.
             ups = torch.cat([ups[:, ::2], ups[:, 1::2]], 1)
         for ours, a, b in zip(place.ours, downs, ups, strict=True):
             yield _Pair(place.target, ours, a, b, said.size)
 
     def _require_all_layers(self, pairs: Sequence[_Pair], family: Family, values: Values) -> None:
-        """Raise ValueError if a kind of linear has pairs only in some layers or experts."""
+        """Raise ValueError if a kind of linear has pairs in only some layers or experts."""
         # A run adds pairs by kind of linear, so a kind must have them everywhere.
         found = {_stem(pair.ours[0]) for pair in pairs}
         if not found:
-            raise ValueError(f"{WEIGHTS} has no pair for a linear of the model")
+            raise ValueError(f"{WEIGHTS} has no pair for any linear of the model")
         kinds = {lora_kind(stem) for stem in found}
         of_model: list[str] = []
         for link in family.links_of_modules(values):
@@ -272,7 +273,7 @@ class Adapter:
             )
 
     def _keep(self, pair: _Pair) -> None:
-        """Store a pair with the scale of its kind; `rows` pads it to the kind's rank."""
+        """Store a pair, rescaled to the scale of its kind; `rows` pads it to the kind's rank."""
         # A kind has one scale, so B is multiplied by the ratio of the scales.
         stem = _stem(pair.ours[0])
         size = self._sizes[lora_kind(stem)]
@@ -289,9 +290,9 @@ class Adapter:
             self.infos[f"{stem}.{end}"] = Info(shape, tensor.dtype)
 
     def _flags(self) -> dict[str, Value]:
-        """Return the flags of a run that trains these pairs."""
+        """Return the flags for a run that trains these pairs."""
         sizes = list(self._sizes.values())
-        # --lora-rank and --lora-alpha are the usual size; --lora-targets has all other sizes.
+        # --lora-rank and --lora-alpha set the usual size; --lora-targets lists all other sizes.
         usual = self._config.usual
         if usual not in sizes:
             # No pair has the config's usual size, so take the most frequent one.
@@ -308,7 +309,7 @@ class Adapter:
 
 @dataclass(frozen=True)
 class _Prefix:
-    """The beginning of layer names, up to `layers.`, in the model's table and in a file."""
+    """The part of layer names before `layers.`, in the model's table and in a file."""
 
     table: str
     file: str
@@ -319,14 +320,12 @@ class _Prefix:
 
 
 def _stem(named: Named) -> str:
-    """Return the name of one of our linears: its weight's name without the end."""
+    """Return the name of one of our linears: its weight's name without `.weight`."""
     return named.name.removesuffix(".weight")
 
 
 def _can_have_pairs(link: Link) -> bool:
-    """Return whether a run can add pairs to the weights of a link, which must be linears of the
-    decoder.
-    """
+    """Return whether a link's weights belong to decoder linears to which a run can add pairs."""
     name = link.ours[0].name
     return (
         name.startswith("layers.")
@@ -336,7 +335,7 @@ def _can_have_pairs(link: Link) -> bool:
 
 
 def _names_of(links: Iterable[Link], prefix: _Prefix) -> Iterator[str]:
-    """Yield the names of links that a config may use: those of modules and of parameters."""
+    """Yield the module and parameter names by which a config may refer to the links."""
     for link in links:
         name = prefix.of(link)
         yield name
@@ -347,8 +346,9 @@ def _names_of(links: Iterable[Link], prefix: _Prefix) -> Iterator[str]:
 
 
 def _tensors_of(path: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of an adapter by name, without peft's prefix. Raise ValueError if a name
-    lacks it.
+    """Return an adapter's tensors by name, with peft's prefix removed.
+
+    Raise ValueError if a name lacks the prefix.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -356,8 +356,8 @@ def _tensors_of(path: Path) -> dict[str, torch.Tensor]:
     # Pickled files can run code when they are loaded.
     if not path.exists() and path.with_suffix(".bin").exists():
         raise ValueError(
-            f"{path.with_suffix('.bin').name} is refused, because loading it would run its code: "
-            "save the adapter as safetensors"
+            f"{path.with_suffix('.bin').name} is refused, because loading it could execute "
+            "code: save the adapter as safetensors"
         )
     try:
         files.open_regular(path).close()  # the library would wait for the writer of a pipe
@@ -366,43 +366,46 @@ def _tensors_of(path: Path) -> dict[str, torch.Tensor]:
         raise ValueError(f"{WEIGHTS}: {shown(str(error))}") from error
     lacking = [shown(name) for name in read if not name.startswith(PREFIX)]
     if lacking:
-        raise ValueError(f"{WEIGHTS}: {listed(lacking, 3)}: peft's prefix {PREFIX} is missing")
+        raise ValueError(
+            f"{WEIGHTS} has {listed(lacking, 3)} without peft's prefix {PREFIX}; save the adapter "
+            "with peft"
+        )
     return {name.removeprefix(PREFIX): tensor for name, tensor in read.items()}
 
 
 def _prefix_in_file(names: Iterable[str], example: str) -> _Prefix:
-    """Find the prefix of decoder layers in a file, with or without `language_model.`.
+    """Return the prefix of decoder layers in a file, with or without `language_model.`.
 
-    `example` is a name of the model's table. Raise ValueError for a wrong or missing prefix, and
-    for two different prefixes.
+    `example` is a tensor name from the model's table. Raise ValueError if the prefix is wrong or
+    missing, or if there are two different prefixes.
     """
     table = example.partition("layers.")[0]
     plain = table.replace(_TOWER_PART, "")
-    # Versions of the library and of peft put the text model at different places.
+    # The position of the text model depends on the versions of the library and of peft.
     allowed = (table, plain, f"{plain}{_TOWER_PART}", f"{_TOWER_PART}{plain}")
     begins = (re.match(r"(.*?)layers\.\d+\.", name) for name in names)
     found = list(dict.fromkeys(match[1] for match in begins if match))
     known = [prefix for prefix in found if prefix in allowed]
     if len(known) > 1:
         raise ValueError(
-            f"{WEIGHTS}: names have two different prefixes, {PREFIX}{known[0]} and "
+            f"{WEIGHTS}: tensor names have two different prefixes, {PREFIX}{known[0]} and "
             f"{PREFIX}{known[1]}"
         )
     if found and not known:
         missing = plain.removesuffix(found[0]) or plain
         raise ValueError(
-            f"{WEIGHTS}: names of layers begin with {shown(PREFIX + found[0])}, but those of the "
-            f"model with {PREFIX}{table}: the prefix {shown(missing)} is missing or wrong"
+            f"{WEIGHTS}: layer names begin with {shown(PREFIX + found[0])}, but the model's "
+            f"names begin with {PREFIX}{table}: the prefix {shown(missing)} is missing or wrong"
         )
     return _Prefix(table, known[0] if known else table)
 
 
 def _without_empty(pairs: Sequence[_Pair]) -> Iterator[_Pair]:
-    """Yield pairs without the joined linears whose rows of B are zero in all layers.
+    """Yield the pairs, without linears whose rows of B are zero in all layers.
 
-    These linears have no pair. An untrained adapter has only zeros; then all linears are kept.
+    Such linears have no pair. In an untrained adapter, all rows are zero, and all linears are kept.
     """
-    # Joined kinds -> indices of the linears with a number other than zero in some layer.
+    # Joined kinds -> indices of the linears that have a nonzero B in some layer.
     used = defaultdict[tuple[str, ...], set[int]](set)
     for pair in pairs:
         blocks = pair.up.split([named.shape[0] for named in pair.ours])
@@ -418,10 +421,11 @@ def _without_empty(pairs: Sequence[_Pair]) -> Iterator[_Pair]:
 
 
 def _split(pairs: Sequence[_Pair]) -> Iterator[_Pair]:
-    """Yield one pair per linear for pairs of joined linears.
+    """Split pairs of joined linears into one pair per linear.
 
-    If B is block-diagonal in all layers, the pair was joined from one pair per linear: each gets
-    its part of A and B. Otherwise all share the A of the first, and each has its rows of B.
+    If B is block-diagonal in all layers, the pair was joined from one pair per linear, so each
+    linear gets its part of A and B. Otherwise, all linears share the A of the first one, and each
+    gets its rows of B.
     """
     # Pairs of the same joined kinds are split alike in all layers.
     groups = defaultdict[tuple[str, ...], list[_Pair]](list)
@@ -447,16 +451,16 @@ def _split(pairs: Sequence[_Pair]) -> Iterator[_Pair]:
 
 
 def _blocks(pair: _Pair) -> list[torch.Tensor]:
-    """Return the blocks on the diagonal of the B of joined linears."""
+    """Return the diagonal blocks of a joined pair's B, one per linear."""
     rank = pair.size.rank // len(pair.ours)
     rows = pair.up.split([named.shape[0] for named in pair.ours])
     return [of_one[:, i * rank : (i + 1) * rank] for i, of_one in enumerate(rows)]
 
 
 def _in_blocks(pairs: Sequence[_Pair]) -> bool:
-    """Return whether B of all these pairs is block-diagonal with blocks of one rank.
+    """Return whether the B of every pair is block-diagonal with blocks of equal rank.
 
-    Each linear's block must differ from zero in at least one pair.
+    Each linear's block must be nonzero in at least one pair.
     """
     count = len(pairs[0].ours)
     used = [False] * count
@@ -472,7 +476,7 @@ def _in_blocks(pairs: Sequence[_Pair]) -> bool:
 
 
 def _size_by_kind(pairs: Iterable[_Pair]) -> dict[str, PairSize]:
-    """Return the size of each kind of linear: its largest rank, with the alpha of that pair.
+    """Return the pair size for each kind of linear: its largest rank, with that pair's alpha.
 
     Linears share A only if they do so in all layers.
     """

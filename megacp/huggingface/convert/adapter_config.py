@@ -1,7 +1,7 @@
-"""peft's adapter_config.json: every field with its type, and the modules that it names.
+"""Reads peft's adapter_config.json: checks all fields and finds the modules that they select.
 
-A field that changes an adapter's output is either supported or refused by name. Names of modules
-may be regular expressions of unknown origin, so the time for matching them is limited.
+A field that changes an adapter's output is either supported or refused by name. Module names may be
+regular expressions from an untrusted source, so the time for matching is limited.
 """
 
 from __future__ import annotations
@@ -60,20 +60,20 @@ HARMLESS = (
 MOST_RANK = 1 << 20
 MOST_ALPHA = 1e9
 LEAST_ALPHA = 1e-9
-# Seconds of CPU time for all regular expressions of a config; a few hundred modules take about a
-# millisecond.
+# Limit on the CPU time for matching all regular expressions of a config, in seconds. Matching a few
+# hundred modules takes about a millisecond.
 MATCHING_SECONDS = 5.0
-# Unsupported fields that are true or false; a false one is not used.
+# Unsupported boolean fields; false means that the feature is not used.
 _SWITCHES = ("use_dora", "use_qalora", "lora_bias", "fan_in_fan_out")
 # Values of init_lora_weights that leave the base model's weights unchanged.
 _BESIDE = (True, False, "gaussian", "eva", "orthogonal", "mica")
 # A field name that a message shows without quotes.
 _PLAIN = re.compile(r"\w{1,60}", re.ASCII)
-# The first number in a module's name, which peft takes for its layer.
+# The first number in a module's name, which peft treats as its layer number.
 _LAYER = re.compile(r".*?\.[^.]*\.(?P<idx>\d+)\.")
 
 
-# Checks of types, for the table below.
+# Type checks for the table below.
 def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
@@ -112,7 +112,7 @@ def _is_switch_or_text(value: Any) -> bool:
     return isinstance(value, (bool, str))
 
 
-# The type of each field that is not null: a check, and a phrase for messages.
+# Field -> check for values other than null, and the expected type as a phrase for messages.
 _TYPES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "task_type": (_is_text, "a string"),
     "peft_version": (_is_text, "a string"),
@@ -141,7 +141,7 @@ _TYPES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 
 @dataclass(frozen=True)
 class TargetSaid:
-    """The settings of a config for one module or parameter."""
+    """A config's settings for one module or parameter."""
 
     is_module: bool
     """Whether peft adds a pair to a module of this name."""
@@ -151,7 +151,7 @@ class TargetSaid:
 
 
 class AdapterConfig:
-    """A config with checked fields."""
+    """A validated adapter_config.json."""
 
     def __init__(self, path: Path) -> None:
         """Read and check a config.
@@ -163,7 +163,7 @@ class AdapterConfig:
         content = read_object(path)
         kind = content.get("peft_type")
         if kind != "LORA":
-            raise ValueError(f"{NAME} has peft_type {shown(kind)}, only LORA is supported")
+            raise ValueError(f"{NAME} has peft_type {shown(kind)}; only LORA is supported")
         strange = []
         for name, value in content.items():
             if name not in (*READ, *HARMLESS) and not _is_nothing(name, value):
@@ -171,10 +171,10 @@ class AdapterConfig:
                 strange.append(f"{word} {shown(value)}")
         if strange:
             raise ValueError(
-                f"{NAME} has {listed(strange, 10)}, which megacp does not support: only plain "
-                "LoRA adapters"
+                f"{NAME} has {listed(strange, 10)}, which megacp does not support; use a plain "
+                "LoRA adapter"
             )
-        # Numbers first, with the defaults of peft.
+        # Read the numbers first, with peft's defaults.
         fields = ConfigJson(content)
         self.rank: int = fields.number("r", 8, high=MOST_RANK)
         self.alpha: float = fields.number("lora_alpha", 8.0, float, LEAST_ALPHA, MOST_ALPHA)
@@ -184,7 +184,7 @@ class AdapterConfig:
             value = content.get(name)
             if value is not None and not is_sound(value):
                 faults.append(f"{name} is {shown(value)}, expected {words}")
-        # Some initialisations change the base model, which the adapter then depends on.
+        # Some initialisations modify the base model, and the adapter fits only the modified one.
         start = content.get("init_lora_weights", True)
         if not _is_switch_or_text(start):
             faults.append(f"init_lora_weights is {shown(start)}, expected true, false or a string")
@@ -194,8 +194,8 @@ class AdapterConfig:
             raise ValueError(f"{NAME}: {listed(faults, 10, '; ')}")
         if start not in _BESIDE:
             raise ValueError(
-                f"{NAME} has init_lora_weights {shown(start)}, which changes the weights of the "
-                "base model: save a plain adapter with peft's "
+                f"{NAME} has init_lora_weights {shown(start)}, which modifies the weights of "
+                "the base model: save a plain adapter with peft's "
                 "path_initial_model_for_weight_conversion"
             )
         # All fields are valid here.
@@ -217,7 +217,7 @@ class AdapterConfig:
 
     @staticmethod
     def _pattern(fields: ConfigJson, value: Any, name: str) -> dict[str, Any]:
-        """Return ranks or alphas by regular expression; add faults to `fields`."""
+        """Return regular expressions -> ranks or alphas; add faults to `fields`."""
         if not isinstance(value, dict):
             return {}
         for key, number in value.items():
@@ -235,14 +235,14 @@ class AdapterConfig:
         return self.size(self.rank, self.alpha)
 
     def size(self, rank: int, alpha: float) -> PairSize:
-        """Return the size of a pair. Its scale is always alpha / rank.
+        """Return the size of a pair, whose scale is always alpha / rank.
 
-        If the config divides alpha by the square root of the rank, alpha is adjusted.
+        With rsLoRA, the scale is alpha / sqrt(rank), so alpha is multiplied by sqrt(rank).
         """
         return PairSize(rank, alpha * rank**0.5 if self._is_root else alpha)
 
     def told(self, field: str) -> str:
-        """Return a phrase with the fields that select the modules or parameters with pairs."""
+        """Return a phrase that quotes the fields by which modules or parameters are selected."""
         targets = self.target_modules if field == "target_modules" else self.target_parameters
         words = f"{NAME} has {field} {shown(targets)}"
         if self._excluded:
@@ -252,12 +252,12 @@ class AdapterConfig:
         return words
 
     def about(self, names: Iterable[str]) -> dict[str, TargetSaid]:
-        """Return the settings for modules and parameters by name.
+        """Return the settings for each of these modules and parameters.
 
         Raise ValueError for an invalid regular expression, or if matching takes too long.
         """
         try:
-            # A malicious expression may need exponential time, so all of them share a limit.
+            # A malicious expression may need exponential time, so all expressions share one limit.
             with _ends_after(MATCHING_SECONDS):
                 matcher = _Matcher(self)
                 return {name: matcher.said(name) for name in names}
@@ -270,7 +270,7 @@ class AdapterConfig:
 
 
 class _Matcher:
-    """The compiled regular expressions of a config, and its lists as sets."""
+    """The compiled regular expressions and name sets of a config."""
 
     def __init__(self, config: AdapterConfig) -> None:
         self._config = config
@@ -289,7 +289,7 @@ class _Matcher:
         self._alphas = _compiled_pattern("alpha_pattern", config._alphas)
 
     def said(self, name: str) -> TargetSaid:
-        """Return the settings for a name, by the rules of peft."""
+        """Return the settings for a name, following peft's rules."""
         rank = _first_match(self._ranks, name, self._config.rank)
         alpha = float(_first_match(self._alphas, name, self._config.alpha))
         size = self._config.size(rank, alpha)
@@ -324,7 +324,7 @@ def _first_match(patterns: Iterable[tuple[re.Pattern[str], Any]], name: str, def
 
 
 def _is_nothing(name: str, value: Any) -> bool:
-    """Return whether a field with this value is not used."""
+    """Return whether a field with this value has no effect."""
     if value is None or value is False:
         return True
     if name in _SWITCHES:
@@ -335,9 +335,9 @@ def _is_nothing(name: str, value: Any) -> bool:
 
 
 def _names_or_expression(field: str, said: str | Sequence[str]) -> Callable[[str], bool]:
-    """Return a function that matches names with a field: a regular expression, or ends of names."""
+    """Return a predicate for the names that a field selects by regular expression or by suffix."""
     if isinstance(said, str):
-        # Names are only asked for linears, so this word matches all of them.
+        # Only names of linears are matched, so this word selects all of them.
         if field == "target_modules" and said.lower() == "all-linear":
             return lambda name: True
         pattern = _compiled(field, said, said)
@@ -347,13 +347,16 @@ def _names_or_expression(field: str, said: str | Sequence[str]) -> Callable[[str
 
 
 def _ends_in_one_of(name: str, ends: frozenset[str]) -> bool:
-    """Return whether a dotted name, or its end after some dot, is one of `ends`."""
+    """Return whether a dotted name, or its part after some dot, is one of `ends`."""
     parts = name.split(".")
     return any(".".join(parts[first:]) in ends for first in range(len(parts)))
 
 
 def _compiled(field: str, said: str, whole: str) -> re.Pattern[str]:
-    """Compile `whole`, which contains the expression `said` of a field."""
+    """Compile `whole`, which contains a field's expression `said`.
+
+    Raise ValueError with `said` if it is invalid.
+    """
     try:
         with warnings.catch_warnings():
             # Odd expressions cause warnings, which would be printed before the error.
@@ -367,14 +370,14 @@ def _compiled(field: str, said: str, whole: str) -> re.Pattern[str]:
 
 @contextlib.contextmanager
 def _ends_after(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError if the block uses more CPU time.
+    """Raise TimeoutError if the enclosed block uses more than `seconds` of CPU time.
 
-    There is no limit outside the process's main thread, because only that thread receives signals.
+    Outside the main thread there is no limit, because only the main thread receives signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    # The timer counts CPU time of the process, so a loaded machine does not matter.
+    # The timer counts the CPU time of this process, so other processes do not affect it.
     before = signal.signal(signal.SIGVTALRM, _end)
     signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
     try:

@@ -1,6 +1,6 @@
-"""The model card of an export: how the model was trained, in the form of a model hub.
+"""Writes the model card of an export, which describes its training in the Hub's format.
 
-It has no path of this machine.
+The card contains no local paths.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CARD = "README.md"
 def model_card(
     loaded: LoadedCheckpoint, family: str, library: str, named: str | None = None
 ) -> str:
-    """Return the card of a model for `library`; `named` is the value of --base-model."""
+    """Return a model card for use with `library`; `named` is the value of --base-model."""
     config = stored_config(loaded)
     state = stored_state(loaded)
     run = loaded.manifest
@@ -37,7 +37,7 @@ def model_card(
     if hub_name:
         head.append(f"base_model: {base}")
     head += _license_of(folder)
-    # Only flags that differ from their default, without those about logging.
+    # List only flags that differ from their defaults, without logging flags.
     usual = flatten(RunConfig())
     own = flatten(config)
     infos = fields()
@@ -68,9 +68,9 @@ def model_card(
 
 
 def _hub_name(named: str | None, folder: str) -> str:
-    """Return a base model's name on a hub, `owner/name`; empty if it is unknown.
+    """Return a base model's name on the hub, `owner/name`; empty if it is unknown.
 
-    --base-model may be such a name, or `folder` may be in the cache of a hub.
+    The name comes from --base-model, or from `folder` if it is in the hub's local cache.
     """
     # An existing path is a local folder, even if it looks like a name on a hub.
     name = named if named and not Path(named).exists() else ""
@@ -81,7 +81,7 @@ def _hub_name(named: str | None, folder: str) -> str:
 
 
 def _license_of(folder: str) -> list[str]:
-    """Return the lines about the license in the card of a base model's folder."""
+    """Return the license lines from the model card in a base model's folder."""
     # Only the header of the card counts, not its text.
     card = Path(folder, CARD)
     if not folder or not card.is_file():
@@ -92,7 +92,7 @@ def _license_of(folder: str) -> list[str]:
 
 
 def _shown(value: Value) -> Any:
-    """Return a value with only the last part of its paths."""
+    """Return a flag's value with paths shortened to their last part."""
     if isinstance(value, tuple):
         return [_shown(one) for one in value]
     if isinstance(value, str):

@@ -1,9 +1,9 @@
-"""The chat template of an exported model: the template of training, or one for megacp's own format
-of records with `messages`.
+"""Writes the chat template of an exported model: the template used in training, or one for megacp's
+own format of records with `messages`.
 
-A build tokenizes each header and content separately, but a chat template renders one string. So the
-template of megacp's format is written only if it reproduces the ids of a build on a set of test
-conversations. For other tokenizers it is refused or reported.
+A dataset build tokenizes each header and each content separately, but a chat template renders one
+string. The template for megacp's format is therefore written only if it reproduces the build's
+token ids on a set of test conversations. For other tokenizers it is refused or reported.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from megacp.training.data.manifest import answers_told
 from megacp.training.loop.state import RunState, stored_state
 
 CHOICES = ("auto", "messages", "none")
-# Names of the template's file in current and older versions of the library.
+# File names of the template in current and older versions of the library.
 TEMPLATE_FILE, _OLDER_FILE = TEMPLATE_NAMES
-# Text that the library's processor replaces by an image.
+# Text that the library's processor replaces with the tokens of an image.
 _PLACEHOLDER = "<|image|>"
 
-# The beginning of the template below, by which it is recognised.
+# The beginning of the template below, which identifies it.
 _OPENING = "{#- megacp's messages."
 _TEMPLATE = """\
 {#- megacp's messages. Each: <|ROLE|>, a newline, its content; END after an assistant's; \
@@ -68,24 +68,24 @@ Conversation = tuple[Sequence[Mapping[str, Any]], Sequence[int], bool]
 def write_template(
     folder: Path, tokenizer: Tokenizer, probe: Sequence[Conversation], media: str
 ) -> None:
-    """Write the template of megacp's format; `media` is the text of an image.
+    """Write the template for megacp's format; `media` is the text of an image.
 
-    Raise ValueError if it does not reproduce the ids of a conversation of `probe`.
+    Raise ValueError if it does not reproduce the ids of every conversation in `probe`.
     """
     from jinja2.sandbox import ImmutableSandboxedEnvironment
     from tokenizers import AddedToken
     from tokenizers import Tokenizer as Fast
 
-    # Compare with the exported file, which the library will use.
+    # Tokenize with the exported file, because the library will use it.
     known = Fast.from_file(str(folder / "tokenizer.json"))
     eos_token = None if tokenizer.eos_id is None else known.id_to_token(tokenizer.eos_id)
     begin = ""
     if tokenizer.begins_with is not None:
         begin = known.id_to_token(tokenizer.begins_with) or ""
     if eos_token is not None:
-        # The library does this for the end token of its settings.
+        # The library does the same for the end token in its settings.
         known.add_special_tokens([AddedToken(eos_token, special=True, normalized=False)])
-    # Escapes, since the token may contain quotes.
+    # Escape the token, because it may contain quotes.
     escaped = "".join(f"\\u{ord(character):04x}" for character in begin)
     text = _TEMPLATE.replace("BEGIN", f"'{escaped}'")
     compiled = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(text)
@@ -93,11 +93,11 @@ def write_template(
         given = {"messages": messages, "add_generation_prompt": prompt, "eos_token": eos_token}
         rendered = compiled.render(**given).replace(_PLACEHOLDER, media)
         if known.encode(rendered, add_special_tokens=False).ids != list(ids):
-            raise ValueError(f"{rendered[:80]!r} gets different ids from those of a build")
+            raise ValueError(f"{rendered[:80]!r} gets different token ids than in a dataset build")
     (folder / TEMPLATE_FILE).write_text(text, encoding="utf-8")
 
 
-# Contents of test messages. A tokenizer may join their first or last characters with a header.
+# Contents of test messages. A tokenizer may merge their first or last characters with a header.
 _CONTENTS = (
     "Which animal?",
     "A cat.",
@@ -117,7 +117,7 @@ _IMAGE = {"type": "image", "path": "probe"}
 
 
 def _ids(messages: list[dict[str, Any]], tokenizer: Tokenizer, media: list[int]) -> list[int]:
-    """Return the ids of a record in a build, with `media` in place of each image."""
+    """Return a record's ids as in a dataset build, with `media` in place of each image."""
     ids = [] if tokenizer.begins_with is None else [tokenizer.begins_with]
     for piece in parse_record({"messages": messages}, RecordRules(media=True)).prefix:
         if piece.text is not None:
@@ -130,10 +130,10 @@ def _ids(messages: list[dict[str, Any]], tokenizer: Tokenizer, media: list[int])
 
 
 def probe(tokenizer: Tokenizer, media: list[int]) -> list[Conversation]:
-    """Return test conversations with the ids of a build.
+    """Return test conversations with their ids in a dataset build.
 
     `media`: ids of an image; if empty, no conversation has images. The conversations have one or
-    more turns, and each content of `_CONTENTS` follows and precedes another one.
+    more turns, and each item of `_CONTENTS` occurs both before and after another one.
     """
     answered = {"role": "assistant", "content": "x"}
     # Number of ids after an answer's header: its content and its end token.
@@ -155,16 +155,16 @@ def probe(tokenizer: Tokenizer, media: list[int]) -> list[Conversation]:
     found: list[Conversation] = []
     for messages in talks:
         found.append((messages, _ids(messages, tokenizer, media), False))
-        # The ids of a generation prompt are those of an answer without its content and end.
+        # A generation prompt has the ids up to an answer, without its content and end token.
         prompt = _ids([*messages, answered], tokenizer, media)[:-end]
         found.append((messages, prompt, True))
     return found
 
 
 def _drop_own(folder: Path) -> None:
-    """Remove the templates that a library may prefer to TEMPLATE_FILE.
+    """Remove the templates that the library may prefer to TEMPLATE_FILE.
 
-    Templates that are selected by name stay.
+    Templates that are selected by name are kept.
     """
     settings = read_object(folder / "tokenizer_config.json")
     if settings.pop("chat_template", None) is not None:
@@ -174,7 +174,7 @@ def _drop_own(folder: Path) -> None:
 
 
 def other_form(state: RunState, templates: Mapping[str, str]) -> str:
-    """Return how the templates of a folder differ from the format of training; empty if not."""
+    """Return a phrase on how a folder's templates differ from training; empty if they agree."""
     forms = dict(state.answer_forms or {})
     forms.pop("completion", None)
     own = templates.get("default")
@@ -182,20 +182,20 @@ def other_form(state: RunState, templates: Mapping[str, str]) -> str:
     if learned:
         is_same = own == learned
     else:
-        # Without a template of training, answers are in megacp's own format or in none.
+        # Without a training template, answers have megacp's own format or no format.
         is_same = not forms or (own or "").startswith(_OPENING)
     if is_same or not templates:
         return ""
     reason = answers_told(forms).replace("are learned", "were learned", 1)
     if not reason:
-        reason = "its messages were written by another template"
-    return f", which differs from the format of training: {reason}"
+        reason = "its messages were formatted with another template"
+    return f", which differs from the format used in training: {reason}"
 
 
 def write_chat_template(loaded: Loaded, folder: Path, tokenizer: Tokenizer, choice: str) -> str:
-    """Write the chat template, if there is one; return a phrase that names it.
+    """Write the chat template, if there is one; return a phrase that describes it.
 
-    Raise ValueError for a `choice` that cannot be written.
+    Raise ValueError if the template selected by `choice` cannot be written.
     """
     assert loaded.checkpoint is not None
     state = stored_state(loaded.checkpoint)
@@ -204,15 +204,15 @@ def write_chat_template(loaded: Loaded, folder: Path, tokenizer: Tokenizer, choi
     if texts is not None and choice != "none":
         if choice != "auto":
             raise ValueError(
-                f"--chat-template {choice}: another template wrote the messages of the training "
-                "data; leave the flag out to export it"
+                f"--chat-template {choice}: the messages of the training data were formatted "
+                "with another template; remove the flag to export it"
             )
         _drop_own(folder)
         (folder / TEMPLATE_FILE).write_bytes(texts["default"].encode())  # keeps its newlines
         if templates.get("default") in (None, texts["default"]):
             return "from the training data"
         return "from the training data; the tokenizer's template differs and is not exported"
-    # A converted checkpoint has made no updates.
+    # A checkpoint that was only converted has no updates.
     trained = "updates" in loaded.checkpoint.extra
     kept = f"from the tokenizer{other_form(state, templates)}" if templates else "none"
     if choice == "none":
@@ -223,7 +223,7 @@ def write_chat_template(loaded: Loaded, folder: Path, tokenizer: Tokenizer, choi
         if forms and "messages" not in forms:
             # No answer was learned in megacp's format, so its template is not offered.
             return kept
-        return f"{kept}; --chat-template messages exports megacp's format of `messages` records"
+        return f"{kept}; --chat-template messages exports megacp's format for `messages` records"
     media_ids: list[int] = []
     media = ""
     if loaded.rules is not None:
@@ -233,12 +233,12 @@ def write_chat_template(loaded: Loaded, folder: Path, tokenizer: Tokenizer, choi
     try:
         write_template(folder, tokenizer, probe(tokenizer, media_ids), media)
     except ValueError as error:
-        why = f"no template reproduces the ids of training with this tokenizer: {error}"
+        why = f"with this tokenizer, no template reproduces the token ids of training: {error}"
         if choice == "auto":
             return f"none: {why}"
         raise ValueError(f"--chat-template {choice}: {why}") from error
     _drop_own(folder)
-    phrase = "megacp's format of `messages` records, with the ids of a build"
+    phrase = "megacp's format for `messages` records, with the same token ids as a dataset build"
     learned = {form: count for form, count in (state.answer_forms or {}).items() if form == ALPACA}
     if learned:
         phrase += f", though {answers_told(learned)}"

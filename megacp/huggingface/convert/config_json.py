@@ -1,8 +1,8 @@
-"""Reading a config.json: fields by dotted path, with a list of all faults.
+"""Reads a config.json: fields by dotted path, with a list of all faults.
 
-A field that no family reads is refused by name. Otherwise a sliding window or a scaled rotary
-embedding would be lost silently. A field that the library's code does not name either has no
-effect: it is reported and ignored.
+A field that the model's family does not read is refused by name; otherwise, a sliding window or a
+scaled rotary embedding could be lost silently. If the library's code does not mention the field
+either, it has no effect: it is reported and ignored.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 Values = dict[str, Any]
 # The value of a field that is not in the config.
 ABSENT = object()
-# Fields of any config about the choice of tokens.
+# Fields of any config that control generation.
 GENERATION_FIELDS = frozenset(
     {
         "bad_words_ids",
@@ -46,7 +46,7 @@ GENERATION_FIELDS = frozenset(
         "typical_p",
     }
 )
-# Fields of any config that do not affect the computation of the model.
+# Fields of any config that do not affect the model's computation.
 GENERAL = GENERATION_FIELDS | {
     # files and classes
     "_commit_hash",
@@ -88,38 +88,38 @@ GENERAL = GENERATION_FIELDS | {
     "problem_type",
     "task_specific_params",
 }
-# Names of fields about layers for multi-token prediction.
+# Names of fields that describe multi-token-prediction layers.
 FURTHER_TOKENS = re.compile(r"(^|_)(mtp|nextn)(_|$)|multi_token_prediction")
-# Names of fields with the number of such layers.
+# Names of fields that contain the number of such layers.
 FURTHER_LAYERS = re.compile(r"^(?=.*(mtp|nextn)).*_layers$")
-# Names of known fields that are not used, by their purpose, and what is used instead.
+# Names of known fields that are ignored, grouped by purpose, and what takes their place.
 ROLES: tuple[tuple[re.Pattern[str], str], ...] = (
     (
         re.compile(r"(aux|z|balanc\w*)_loss|loss_(coef|alpha|weight)|router_logits"),
-        "--moe-aux-loss-coeff sets the auxiliary loss of training",
+        "--moe-aux-loss-coeff sets the auxiliary training loss",
     ),
-    (FURTHER_TOKENS, "layers for multi-token prediction are ignored, as in the library"),
+    (FURTHER_TOKENS, "multi-token-prediction layers are skipped, as in transformers"),
     (
         re.compile("|".join(f"^{name}$" for name in sorted(GENERATION_FIELDS))),
-        "generation is controlled by the flags of its command",
+        "set generation options with the flags of tools/generate.py",
     ),
     (re.compile("^initializer_range$"), "--init-method-std sets the range of new weights"),
     (re.compile("dtype$|^float32_"), "--dtype sets the number format"),
     (
         re.compile("^language_model_only$|^use_frame_special_tokens$"),
-        "the library's model does not use it either",
+        "the model in transformers does not use it either",
     ),
 )
 # The usual `initializer_range`, also the default of --init-method-std.
 _OF_DRAWS = 0.02
-# Values of such fields that have no effect.
+# Values of these fields that need no message, because they have no effect.
 _USUAL: Mapping[str, Any] = {
     "initializer_range": _OF_DRAWS,
     "mamba_ssm_dtype": "float32",
     "use_frame_special_tokens": True,
     "float32_attention": True,
 }
-# Values of unknown fields that are accepted: every model behaves so without the field.
+# Values accepted for unknown fields: a model without the field behaves in the same way.
 SILENT: Mapping[str, Any] = {
     "is_decoder": False,
     "add_cross_attention": False,
@@ -150,7 +150,7 @@ _MOST = 2**31 - 1
 
 
 def shown(value: Any) -> str:
-    """Return a value of a config for a message: null as in JSON, and long values cut."""
+    """Return a config value for a message, with null as in JSON and long values truncated."""
     text = "null" if value is None else repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
@@ -165,7 +165,7 @@ LAYER_TYPES = ("sliding_attention", "full_attention")
 
 
 def library_source(model_type: str) -> str:
-    """Return the library's code that reads a config of this type; empty if it is not installed.
+    """Return the library's code that may read such a config; empty if it is not installed.
 
     The fields of the config class are not enough: modules also read other fields, for example
     with `getattr(config, "head_dim", None)`.
@@ -199,7 +199,7 @@ class ConfigJson:
         self.left_out: list[str] = []
         """Fields without effect in the library."""
         self.unused: dict[str, list[str]] = {}
-        """What is used instead -> fields that are not used, with their values."""
+        """Explanation from `ROLES` -> ignored fields with their values."""
         for name in sections:
             found = content.get(name)
             if not isinstance(found or {}, Mapping):
@@ -207,7 +207,7 @@ class ConfigJson:
 
     @property
     def names(self) -> set[str]:
-        """Fields that were read, without those in sections."""
+        """Fields that have been read, except fields inside sections."""
         return {path for path in self._seen if "." not in path}
 
     def _last(self, path: str) -> str:
@@ -233,9 +233,10 @@ class ConfigJson:
         high: float = _MOST,
         null: Any = None,
     ) -> Any:
-        """Return a number, or `default` if the field is missing or invalid (with a fault).
+        """Return a numeric field, or `default` if it is missing or invalid.
 
-        `null`: the meaning of a null in the library; None if a null is invalid.
+        An invalid value adds a fault. `null`: the value that null stands for in the library; None
+        if null is invalid.
         """
         found = self.get(path, default)
         value = null if found is None else found
@@ -244,7 +245,7 @@ class ConfigJson:
     def checked(
         self, path: str, value: Any, default: Any, kind: Any, low: float, high: float
     ) -> Any:
-        """Return the `value` of a field as a number, or `default` and a fault if it is invalid."""
+        """Return a field's `value` as a number; if invalid, add a fault and return `default`."""
         number: Any = value
         if type(value) is int and kind is float and abs(value) <= _MOST:
             number = float(value)
@@ -259,7 +260,7 @@ class ConfigJson:
         return default
 
     def switch(self, path: str, default: bool = False) -> bool:
-        """Return a field that is true or false; another value is a fault."""
+        """Return a boolean field; any other value adds a fault."""
         found = self.get(path, default)
         if not isinstance(found, bool):
             self.faults.append(f"{path} is {shown(found)}, expected true or false")
@@ -271,7 +272,7 @@ class ConfigJson:
             found = self.get(section + name, value)
             if not same(found, value):
                 self.faults.append(
-                    f"{section}{name} is {shown(found)}, megacp can only express {value!r}"
+                    f"{section}{name} is {shown(found)}, but megacp can only express {value!r}"
                 )
 
     def full_attention(self, count: int, section: str = "") -> None:
@@ -280,14 +281,14 @@ class ConfigJson:
         found = self.get(path)
         if found is not None and found != [LAYER_TYPES[1]] * count:
             self.faults.append(
-                f"{path} is {shown(found)}, megacp can only express full_attention for all "
+                f"{path} is {shown(found)}, but megacp can only express full_attention for all "
                 f"{count} layers"
             )
 
     def unused_lines(self) -> list[str]:
-        """Return a message for each group of unused fields."""
+        """Return a message for each group of ignored fields."""
         return [
-            f"config.json: {', '.join(fields)} not used: {instead}"
+            f"config.json: ignoring {', '.join(fields)}: {instead}"
             for instead, fields in self.unused.items()
         ]
 
@@ -315,11 +316,11 @@ class ConfigJson:
                 self.left_out.append(path)
             else:
                 self.faults.append(
-                    f"{path} is unknown and may change the model (if it does not, remove it)"
+                    f"{path} is unknown and may change the model; if it does not, remove the field"
                 )
 
     def _note_unused(self, path: str, key: str, value: Any) -> None:
-        """Note a known field that is not used, if its value would have an effect."""
+        """Record a known field that is ignored although its value would have an effect."""
         # The dtype has its own message, see `Loaded.notes`.
         if not value or same(value, _USUAL.get(key)) or key in ("dtype", "torch_dtype"):
             return

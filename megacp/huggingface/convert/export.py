@@ -1,9 +1,9 @@
-"""A conversion: read the input, write and verify a complete Hugging Face folder or a checkpoint for
-a new run.
+"""Runs a conversion: reads the input, then writes and verifies a complete Hugging Face folder or a
+checkpoint for a new run.
 
 The result is written to a temporary folder next to the output, which is renamed at the end. The
-library's `save_pretrained` is not used: it needs the whole model in memory, and it splits a
-Molmo2's embedding at the wrong place.
+library's `save_pretrained` is not used: it needs the whole model in memory, and it splits the
+embedding of Molmo2 at the wrong row.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ from megacp.training.checkpoint.storage import INDEX_FILE, GlobalTensor, Index, 
 from megacp.training.data.manifest import answers_told, thoughts_told
 from megacp.training.loop.state import RunState, first_token, last_token, stored_state
 
-# Files of a folder that are not copied: they are written anew, or hold weights or code.
+# Files that are not copied, because they are rewritten or contain weights or code.
 _NOT_COPIED = ("config.json", hf_files.INDEX)
 _WEIGHTS = (
     ".safetensors",
@@ -81,7 +81,7 @@ _NOT_COPIED_SUFFIXES = (*_WEIGHTS, ".py", ".gguf", ".h5", ".msgpack", ".onnx")
 
 @dataclass(frozen=True)
 class Request:
-    """A conversion. The fields have the names of the flags, whose help describes them."""
+    """The settings of a conversion, named like the command's flags, whose help describes them."""
 
     source: str
     target: str
@@ -97,7 +97,7 @@ class Request:
 
 
 def write_hf(loaded: Loaded, folder: Path, request: Request, world: Axis) -> dict[str, Info]:
-    """Write the files of a Hugging Face folder; return shape and dtype of its tensors.
+    """Write the files of a Hugging Face folder; return the shape and dtype of each tensor.
 
     Collective over `world`: each rank writes some of the weight files. Raise ValueError with the
     settings that the library cannot express.
@@ -146,14 +146,14 @@ def write_hf(loaded: Loaded, folder: Path, request: Request, world: Axis) -> dic
 
 
 def _files_beside(loaded: Loaded, folder: Path, request: Request) -> dict[str, Any]:
-    """Write all files except weights and config.json; return the special ids for config.json."""
+    """Write all files except weights and config.json; return token ids for config.json."""
     if loaded.checkpoint is None:
         return _copy_files(loaded, folder)
     return _write_files_of_run(loaded, loaded.checkpoint, folder, request)
 
 
 def _copy_files(loaded: Loaded, folder: Path) -> dict[str, Any]:
-    """Copy the files of a Hugging Face folder; return the ids of its config.json."""
+    """Copy the files of a Hugging Face folder; return the config.json fields to keep."""
     not_copied = set(_NOT_COPIED)
     if loaded.cls != loaded.family.cls:
         # The text model of a vision-language model processes no images.
@@ -171,14 +171,14 @@ def _copy_files(loaded: Loaded, folder: Path) -> dict[str, Any]:
 def _write_files_of_run(
     loaded: Loaded, checkpoint: LoadedCheckpoint, folder: Path, request: Request
 ) -> dict[str, Any]:
-    """Write a run's processor, tokenizer and generation settings; return its special ids."""
+    """Write a run's processor, tokenizer and generation settings; return its special-token ids."""
     if loaded.rules is not None:
         processor.write_processor(loaded.rules, folder)
-    # Refuse a wrong tokenizer before anything about it is written.
+    # Refuse a wrong tokenizer before any of its files is written.
     tokenizer = given_tokenizer(loaded, checkpoint, request)
     progress = stored_state(checkpoint)
     _print_answer_forms(progress)
-    # Null ids are written, too: without them the library has defaults, 1 and 2 for a Llama.
+    # Null ids are written, too: otherwise the library uses defaults, such as 1 and 2 for Llama.
     ids: dict[str, int | None] = dict.fromkeys(SPECIAL)
     ends: list[int] = []  # tokens after which an answer is complete
     if tokenizer is not None:
@@ -206,16 +206,16 @@ def _write_files_of_run(
 
 
 def _print_answer_forms(progress: RunState) -> None:
-    """Print in which format the run learned answers, if it learned any."""
+    """Print the formats in which the run learned answers, if it learned any."""
     forms = answers_told(progress.answer_forms)
     if forms:
         print(forms.replace("are learned", "were learned", 1))
 
 
 def _print_first_token(tokenizer: Tokenizer) -> None:
-    """Print a note if the exported files begin a text differently from training.
+    """Print a note if the exported tokenizer begins texts differently from training.
 
-    They may do so only for a tokenizer.json, whose post-processor is copied.
+    Only a tokenizer.json can differ, because its post-processor is copied.
     """
     by_files = tokenizer.surroundings.first(tokenizer.bos_id)
     if tokenizer.kind != "huggingface" or tokenizer.begins_with == by_files:
@@ -226,7 +226,7 @@ def _print_first_token(tokenizer: Tokenizer) -> None:
         for i in (tokenizer.begins_with, by_files)
     ]
     print(
-        f"first token: training documents began {begins[0]}, the library begins texts {begins[1]}"
+        f"first token: training documents began {begins[0]}, transformers begins texts {begins[1]}"
     )
 
 
@@ -236,8 +236,8 @@ def _print_ends(tokenizer: Tokenizer, ends: Sequence[int]) -> None:
     # Without an end token, generation cannot stop by itself.
     if not told:
         told = (
-            "unknown: the chat template learns no special token after an answer; set eos_token_id "
-            f"in {GENERATION}, or the model generates up to its limit"
+            "unknown: with this chat template, no special token after an answer is learned; set "
+            f"eos_token_id in {GENERATION}, or the model generates up to its limit"
         )
     print(f"end of answers: {told}")
 
@@ -261,8 +261,10 @@ def _print_thoughts(template: dict[str, Any]) -> None:
 def _write_generation(
     folder: Path, places: Sequence[Path], ids: Mapping[str, int | None], ends: Sequence[int]
 ) -> dict[str, Any]:
-    """Write the generation settings of the first existing file of `places`, with the run's special
-    ids and ends of answers; return the ids for config.json.
+    """Write the generation settings, and return the special-token ids for config.json.
+
+    The settings come from the first existing file in `places`. The run's special tokens `ids` and
+    the tokens `ends`, which end answers, are added.
     """
     found: dict[str, Any] = {}
     for place in places:
@@ -295,17 +297,17 @@ def _write_generation(
 def given_tokenizer(
     loaded: Loaded, checkpoint: LoadedCheckpoint, request: Request
 ) -> Tokenizer | None:
-    """Return the tokenizer of a checkpoint, which begins and ends texts as in training.
+    """Return --tokenizer, set to begin and end texts as in training; None without a tokenizer.
 
     Raise ValueError if it is missing or differs from the run's. With a chat template, the end token
-    of the tokenizer's files is kept, because the template may write it.
+    from the tokenizer's files is kept, because the template may write it.
     """
     given = request.tokenizer
     expected = checkpoint.extra.get("tokenizer_sha256", "")
     if given is None and expected:
         raise ValueError(
-            f"{checkpoint.path} was trained with a tokenizer: name it with --tokenizer, or export "
-            "without one with `--tokenizer none`"
+            f"{checkpoint.path} was trained with a tokenizer: set it with --tokenizer, or use "
+            "--tokenizer none to export without one"
         )
     if given is None or given == "none":
         return None
@@ -318,7 +320,7 @@ def given_tokenizer(
     # Ids without a row of the embedding would fail in training and generation.
     if tokenizer.vocab_size > rows:
         raise ValueError(
-            f"--tokenizer {given} has {tokenizer.vocab_size} ids, the model has {rows} rows"
+            f"--tokenizer {given} has {tokenizer.vocab_size} ids, but the embedding has {rows} rows"
         )
     progress = stored_state(checkpoint)
     tokenizer.begins_with = first_token(progress, tokenizer.begins_with)
@@ -328,7 +330,7 @@ def given_tokenizer(
 
 
 def _given(loaded: Loaded, tokenizer: Tokenizer) -> Given:
-    """Return a tokenizer with the model's image tokens."""
+    """Return a tokenizer together with the model's image tokens."""
     special: dict[str, int] = {}
     if loaded.rules is not None:
         texts = type(loaded.rules).token_texts
@@ -342,7 +344,7 @@ def _given(loaded: Loaded, tokenizer: Tokenizer) -> Given:
 def write_checkpoint(
     loaded: Loaded, folder: Path, request: Request, world: Axis
 ) -> dict[str, Info]:
-    """Write a checkpoint of step 0 with the tokenizer's files; return its tensors' shape and dtype.
+    """Write a step-0 checkpoint and the tokenizer's files; return each tensor's shape and dtype.
 
     Collective over `world`.
     """
@@ -360,7 +362,7 @@ def write_checkpoint(
         return copy_tokenizer(loaded, folder)
 
     extra = {"tokenizer_sha256": on_first(world, begin), "image_rules": rules}
-    # A file has whole tensors, up to the maximum size, or one larger tensor.
+    # A file contains whole tensors up to the maximum size, or one larger tensor.
     filled = {f"{MODEL}.{name}": info for name, info in source.infos.items() if num_bytes(info)}
     boxes = {}
     tensors = {}
@@ -401,13 +403,13 @@ def write_checkpoint(
 
 
 class OtherModelError(Exception):
-    """Raised if --verify finds that the written model differs."""
+    """Raised if --verify finds that the written model differs from the input."""
 
 
 def convert(request: Request, world: Axis) -> None:
-    """Run a conversion on the ranks of `world`. The result does not depend on their number.
+    """Run a conversion on the ranks of `world`, whose number does not affect the result.
 
-    Raise ValueError on all ranks if it is refused, and OtherModelError if --verify finds a
+    Raise ValueError on all ranks if the request is refused, and OtherModelError if --verify finds a
     difference.
     """
     path = request.input
@@ -418,7 +420,7 @@ def convert(request: Request, world: Axis) -> None:
         else:
             loaded = on_each(world, lambda: read_hf(path))
     except (ValueError, OSError) as error:
-        # The loader of checkpoints names --load; here the flag is --input.
+        # The checkpoint loader writes --load in its messages; here the flag is --input.
         message = str(error).removeprefix(f"--load {path}: ")
         if request.source == "megacp":
             message = f"--input {path}: {message}"
@@ -441,12 +443,12 @@ def convert(request: Request, world: Axis) -> None:
 
 
 def _resolved(loaded: Loaded, request: Request) -> tuple[Loaded, Request]:
-    """Fill in the dtype, sequence length and tokenizer that no flag sets, and print them."""
+    """Choose and print the dtype, sequence length and tokenizer if no flag sets them."""
     if loaded.pairs is not None:
         print(f"merged into the weights: {loaded.pairs}")
     for note in loaded.notes(request.dtype is not None):
         print(note)
-    # Mixed weights take the dtype of config.json unless --dtype is set.
+    # Weights in mixed dtypes are converted to the dtype of config.json unless --dtype is set.
     if request.dtype is None and loaded.settled_dtype is not None:
         request = dataclasses.replace(request, dtype=DTYPES[loaded.settled_dtype])
     if request.target == "hf" and loaded.checkpoint is not None:
@@ -472,7 +474,7 @@ def _resolved(loaded: Loaded, request: Request) -> tuple[Loaded, Request]:
 
 
 def _verified(loaded: Loaded, folder: Path, request: Request) -> bool:
-    """Return whether the written folder has the same model as the input."""
+    """Return whether the written folder contains the same model as the input."""
     from megacp.huggingface.convert.verify import verify_conversion
 
     if request.target == "hf":
@@ -487,11 +489,11 @@ def _verified(loaded: Loaded, folder: Path, request: Request) -> bool:
 
 
 def _export_pairs(loaded: Loaded, request: Request) -> None:
-    """Write the LoRA adapters of a checkpoint as a folder of peft."""
+    """Write the LoRA adapters of a checkpoint as a peft folder."""
     if loaded.pairs is None:
         raise ValueError(
-            f"--to peft: {loaded.folder} has no LoRA adapters, it was trained with --lora-rank 0; "
-            "use --to hf"
+            f"--to peft: {loaded.folder} has no LoRA adapters, because it was trained with "
+            "--lora-rank 0; use --to hf"
         )
     assert loaded.checkpoint is not None
     state = stored_state(loaded.checkpoint)
@@ -501,7 +503,7 @@ def _export_pairs(loaded: Loaded, request: Request) -> None:
     if base is not None and Path(base).is_dir():
         differs = other_form(state, templates_of(Path(base)))
         if differs:
-            print(f"chat template: the one of {base}{differs}")
+            print(f"chat template: the template of {base}{differs}")
     with hf_files.new_folder(request.output, single_axis("world")) as folder:
         elements = write_adapter(
             loaded.pairs, loaded.family, loaded.values, folder, base, request.dtype

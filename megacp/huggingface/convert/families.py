@@ -1,4 +1,4 @@
-"""All families by name, and how a config.json or flags select one."""
+"""The table of all families, and the selection of a family from a config.json or from flags."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from megacp.huggingface.convert.text_part import TEXT_PARTS
 
 _ALL = (*TEXT_FAMILIES, *EXPERT_FAMILIES, GPT_OSS, MOLMO2, QWEN3_5_VL, QWEN3_5_MOE_VL)
 FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}
-# Ends of tensor names that are skipped: old files store tensors that follow from the config.
+# Suffixes of tensors that are skipped: old files store tensors that the config determines.
 IGNORED_TENSORS = ("rotary_emb.inv_freq",)
 
 
 def of_config(content: Mapping[str, Any]) -> Family:
     """Return the family of a config.json. Raise ValueError if it is unknown."""
-    # Shown up to 80 characters: the value may be anything.
+    # The value may be anything, so the message shows at most 80 characters.
     name = content.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
         known = ", ".join([*FAMILIES, *TEXT_PARTS])
         raise ValueError(
-            f"config.json: model_type {name!r:.80} is not supported; supported are {known}"
+            f"config.json: model_type {name!r:.80} is not supported; supported types are {known}"
         )
     return FAMILIES[name]
 
 
 def of_values(values: Values) -> Family:
-    """Return the family that --hf-model-type names, or else the family that the model fits.
+    """Return the family set by --hf-model-type, or else the family that the model fits.
 
     Raise ValueError with the nearest family and the settings that it cannot express.
     """
@@ -42,7 +42,7 @@ def of_values(values: Values) -> Family:
     if named is not None:
         if named not in FAMILIES:
             raise ValueError(
-                f"--hf-model-type {named} is not supported; supported are {', '.join(FAMILIES)}"
+                f"--hf-model-type {named} is not supported; use one of {', '.join(FAMILIES)}"
             )
         return FAMILIES[named]
     # Otherwise compare the model with each family's usual settings.

@@ -1,9 +1,9 @@
-"""A family: an architecture of the library, the models it covers, and the format of its config.json
-and tensor names.
+"""Families: an architecture of the library, the models that it covers, and the format of its
+config.json and tensor names.
 
-A family is a table of tensor names and two functions: `from_hf` reads a config as our flags, and
-`to_hf` writes them. To find what `to_hf` cannot express, the written config is read again
-(`Family.misfits`).
+A family consists of a table of tensor names and two functions: `from_hf` turns a config into our
+flags, and `to_hf` does the reverse. To find settings that `to_hf` cannot express, the written
+config is read again (`Family.misfits`).
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ class Family:
     to_hf: Callable[[Values], Values]
     table: Table
     fits: tuple[Values, ...] = ()
-    """The models that are exported as this family unless --hf-model-type names another one.
+    """The models that are exported as this family unless --hf-model-type selects another one.
 
-    Each alternative gives flags with their values, or True or False for whether a flag is set. No
-    model fits two families. If empty, only --hf-model-type selects the family.
+    Each alternative maps flags to their values; True and False only require that a flag is set or
+    unset. No model fits two families. If empty, only --hf-model-type selects the family.
     """
     harmless: frozenset[str] = frozenset()
     """Fields that are ignored because they do not affect the model."""
@@ -71,25 +71,25 @@ class Family:
     token_fields: Mapping[str, str] = field(default_factory=dict)
     """Config fields with ids of image tokens -> names of these tokens in the image rules."""
     usual_further_layers: ClassVar[int] = 0
-    """Number of layers for multi-token prediction that the library expects even if the config has
-    none.
+    """Number of multi-token-prediction layers that the library expects even if the config does not
+    mention them.
     """
     in_turns: ClassVar[bool] = False
-    """Whether rows of gate and up alternate in a stack of experts."""
+    """Whether gate and up rows alternate in a stack of experts."""
     peft_converts: bool = False
     """Whether peft treats an adapter's MLP module as an expert's linear if it has the same name."""
     gives_tower: bool = False
     """Whether --vision-from-hf can combine this family's vision tower with another text model."""
     token_order: tuple[str, ...] = ()
-    """The image tokens in the order of their ids after the vocabulary, if no image rules are known.
+    """The image tokens in the order of their ids, which follow the vocabulary if no image rules are
+    known.
     """
 
     def distance(self, values: Values) -> tuple[int, int] | None:
-        """Return how many settings differ from `fits`: those in `_KINDS`, and all. None without
-        `fits`.
+        """Return the number of settings that differ from `fits`: those in `_KINDS`, and all.
 
-        A family fits if its distance is (0, 0); the family with the smallest distance is the
-        nearest.
+        Return None if `fits` is empty. A family fits if its distance is (0, 0); the family with the
+        smallest distance is the nearest.
         """
         distances = []
         # The number of wrong kinds comes first, so it weighs more than all other settings.
@@ -107,8 +107,8 @@ class Family:
     ) -> Values:
         """Return our flags for a config.json.
 
-        Fields without effect in the library are appended to `left_out`. A message for each field
-        whose effect comes from elsewhere is appended to `unused`. Raise ValueError with all invalid
+        Fields without effect in the library are appended to `left_out`. Messages about known fields
+        that are ignored are appended to `unused`. Raise ValueError with all invalid
         and unknown fields.
         """
         # Faults are collected while fields are read, and raised together.
@@ -138,14 +138,15 @@ class Family:
             # The sequence length belongs to the run, not to the model.
             if name != "seq_length" and ours[name] != read[name]:
                 faults.append(
-                    f"{flag(name)} is {ours[name]!r}, this architecture can only express "
+                    f"{flag(name)} is {ours[name]!r}, but this architecture can only express "
                     f"{read[name]!r}"
                 )
         return faults
 
     def config(self, values: Values, layout: str = NATIVE) -> dict[str, Any]:
-        """Return the config.json of our flags. Raise ValueError with the flags that it cannot
-        express.
+        """Return the config.json for our flags.
+
+        Raise ValueError with the flags that it cannot express.
         """
         # A config that reads back differently would be a different model.
         content = self.to_hf(values)
@@ -163,13 +164,13 @@ class Family:
         return content
 
     def spelled(self, content: Values, layout: str) -> Values:
-        """Return a config with the field names of a layout."""
+        """Return a config with the field names that a layout uses."""
         return content
 
     def links(
         self, values: Values, layout: str = NATIVE, infos: Mapping[str, Info] | None = None
     ) -> list[Link]:
-        """Return the links of all tensors; `infos` are those of the file to read, if any."""
+        """Return the links of all tensors; `infos` describes those of a file to read, if any."""
         return self.links_of_table(self.table, values)
 
     def links_of_table(self, table: Table, values: Values) -> list[Link]:
@@ -183,9 +184,9 @@ class Family:
         )
 
     def further_layers(self, content: Mapping[str, Any]) -> int:
-        """Return the number of layers for multi-token prediction after the last layer.
+        """Return the number of multi-token-prediction layers after the last layer.
 
-        The library skips them, too.
+        The library skips these layers, too.
         """
         fields = self.native(content).items()
         # An invalid number is a fault elsewhere, so it is only skipped here.
@@ -201,12 +202,13 @@ class Family:
         return Joined(source, experts_of(values))
 
     def closed(self, source: Source, values: Values) -> Source:
-        """Return tensors in the form of a folder to write, the inverse of `opened`."""
+        """Return tensors in the form in which a folder stores them; the inverse of `opened`."""
         return source
 
     def links_of_modules(self, values: Values) -> list[Link]:
-        """Return the links of all tensors as the library's modules have them; adapters use these
-        names.
+        """Return the links of all tensors, with the names of the library's modules.
+
+        Adapters use these names.
         """
         return self.links(values)
 

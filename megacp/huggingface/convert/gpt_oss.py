@@ -1,6 +1,7 @@
-"""gpt-oss: stacks of transposed expert matrices with alternating rows of gate and up.
+"""gpt-oss: stacks of transposed expert matrices with alternating gate and up rows.
 
-They are in bf16 or, as released, in MXFP4 (4 bits per number). MXFP4 can only be read.
+The matrices are stored in bf16 or, as released, in MXFP4 (4 bits per number). MXFP4 can be read but
+not written.
 """
 
 from __future__ import annotations
@@ -46,14 +47,14 @@ _NUMBERS = torch.tensor([*_MAGNITUDES, *(-magnitude for magnitude in _MAGNITUDES
 _BYTES = 16
 # The scale that means NaN (E8M0).
 _NAN = 255
-# The smallest scale with a number too large for bfloat16: 4 times 2 ** (253 - 127).
+# The smallest scale that can give numbers too large for bfloat16: 4 * 2 ** (253 - 127).
 _LARGE = 253
 # Number of problems that a message lists.
 _TOLD = 10
 
 
 def unpacked(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return MXFP4 numbers in bf16, which represents them exactly: `[..., n]`.
+    """Return MXFP4 numbers as bf16 `[..., n]`, which represents them exactly.
 
     `blocks`: u8 `[..., n / 32, 16]`, two numbers per byte, low bits first. `scales`: u8 exponents
     `[..., n / 32]`.
@@ -66,11 +67,11 @@ def unpacked(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def packed_problems(infos: Mapping[str, Info]) -> list[str]:
-    """Return a message for each problem of tensors packed in MXFP4.
+    """Return a message for each problem with tensors packed in MXFP4.
 
     Blocks are u8 `[experts, rows, n / 32, 16]`, scales u8 `[experts, rows, n / 32]`. Scales of
-    another shape would be broadcast, and scales of another dtype would be rounded. Both would
-    change the experts without an error.
+    another shape would be broadcast, and scales of another dtype would be rounded. Either would
+    silently change the experts.
     """
     found = list[str]()
     stacks = set[str]()
@@ -108,12 +109,12 @@ def packed_problems(infos: Mapping[str, Info]) -> list[str]:
 
 
 class Turned:
-    """A folder's stacks in the form of other families: `[E, 2 I, h]`, all rows of gate before up,
-    and `[E, h, I]`.
+    """A folder's stacks in the form that other families use: `[E, 2 I, h]`, with all gate rows
+    before the up rows, and `[E, h, I]`.
     """
 
     def __init__(self, source: Source) -> None:
-        """Wrap a folder's tensors. Raise ValueError for packed tensors that do not match."""
+        """Wrap a folder's tensors. Raise ValueError if packed tensors are invalid."""
         problems = packed_problems(source.infos)
         if problems:
             raise ValueError(listed(problems, _TOLD, "; "))
@@ -133,7 +134,7 @@ class Turned:
                 self.infos[name] = info
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Return rows [start, stop) of a tensor, or these experts of a stack."""
+        """Return rows [start, stop) of a tensor, or experts [start, stop) of a stack."""
         if name in self._packed:
             found = self._unpacked(name, start, stop)
         else:
@@ -146,7 +147,10 @@ class Turned:
         return torch.cat([found[:, ::2], found[:, 1::2]], 1)
 
     def _unpacked(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Return experts of a packed stack. Raise ValueError for scales that give inf or NaN."""
+        """Return experts [start, stop) of a packed stack.
+
+        Raise ValueError if a scale gives inf or NaN.
+        """
         blocks, scales = (self._source.rows(name + end, start, stop) for end in PACKED)
         if (scales == _NAN).any():
             every = whole(self._source, name + PACKED[1])
@@ -167,8 +171,8 @@ class Turned:
 
 
 class Stacked:
-    """Expert matrices as stacks of the library, the inverse of `Turned` and `Joined` for a number
-    of experts.
+    """Expert matrices as the library's stacks; the inverse of `Turned` and `Joined` with the given
+    number of experts.
     """
 
     def __init__(self, source: Source, experts: int) -> None:
@@ -184,7 +188,7 @@ class Stacked:
             self.infos[name] = Info(shape, info.dtype)
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Return rows [start, stop) of a tensor, or these experts of a stack."""
+        """Return rows [start, stop) of a tensor, or experts [start, stop) of a stack."""
         if not name.endswith((*STACKS, *BIASES)):
             return self._source.rows(name, start, stop)
         # `start` and `stop` count experts.
@@ -209,7 +213,9 @@ class GptOssWords(ExpertWords):
         packed = c.get("quantization_config")
         is_mxfp4 = isinstance(packed, Mapping) and packed.get("quant_method") == "mxfp4"
         if packed is not None and not is_mxfp4:
-            c.faults.append(f"quantization_config is {shown(packed)}, megacp can only read mxfp4")
+            c.faults.append(
+                f"quantization_config is {shown(packed)}, but megacp can only read mxfp4"
+            )
         return v
 
     def to_hf(self, v: Values) -> Values:
@@ -225,7 +231,7 @@ class GptOss(ExpertFamily):
     in_turns = True
 
     def native(self, content: Mapping[str, Any]) -> Mapping[str, Any]:
-        # The class's default is YaRN, unlike that of other classes.
+        # Unlike other classes, this class uses YaRN by default.
         usual = {
             "rope_type": "yarn",
             "factor": 32.0,

@@ -1,8 +1,8 @@
-"""A Hugging Face folder: read safetensors row by row, and write them tensor by tensor.
+"""Reads the safetensors of Hugging Face folders row by row, and writes them tensor by tensor.
 
-One tensor is in memory at a time: files are memory-mapped for reading, and weight files are
-distributed over the ranks of a conversion. Pickled `.bin` files are refused, because opening one
-runs its code.
+Only one tensor is in memory at a time: input files are memory-mapped, and output files are
+distributed across the ranks of a conversion. Pickled `.bin` files are refused, because loading them
+can execute code.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from megacp.training.checkpoint.outcome import on_all_ranks, on_rank_0
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _DTYPES = {name: dtype for name, dtype in storage.STORED_DTYPES.items() if dtype.is_floating_point}
-# Bytes of the number at the start of a safetensors file, the length of its header.
+# Size in bytes of the number that begins a safetensors file: the length of its header.
 _LENGTH = 8
-# Bytes of the longest header that the library reads.
+# Size in bytes of the longest header that the library reads.
 _LONGEST_HEADER = 100_000_000
 MIB = 1 << 20
 # Seconds to wait for a file that another machine has written.
@@ -52,7 +52,7 @@ _T = TypeVar("_T")
 def on_each(world: Axis, action: Callable[[], _T]) -> _T:
     """Run `action` on each rank and return this rank's result.
 
-    If it raises on any rank, raise one ValueError on all ranks, which names the failed ranks.
+    If it raises on any rank, raise one ValueError on all ranks that lists the failed ranks.
     """
     if world.size == 1:
         return action()
@@ -80,7 +80,7 @@ def mine(items: Sequence[_T], world: Axis) -> Sequence[_T]:
 def files_of(infos: Mapping[str, Info], max_bytes: int) -> list[list[str]]:
     """Return the tensor names of each file, in order.
 
-    A file has at most `max_bytes`, or a single larger tensor.
+    Each file has at most `max_bytes`, or contains a single larger tensor.
     """
     # Fill files in order, so a file's tensors are neighbours in the model.
     shards: list[list[str]] = [[]]
@@ -95,13 +95,13 @@ def files_of(infos: Mapping[str, Info], max_bytes: int) -> list[list[str]]:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write JSON with the library's indentation; a link at `path` is replaced."""
+    """Write JSON with the library's indentation; a symbolic link at `path` is replaced."""
     text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
     files.write_atomically(path, text.encode())
 
 
 def copy_file(source: Path, target: Path) -> None:
-    """Copy the content of a regular file; a link at `target` is replaced, never written through."""
+    """Copy a regular file's content; a symbolic link at `target` is replaced, not followed."""
     with files.open_regular(source) as given, files.replacement(target) as stream:
         shutil.copyfileobj(given, stream)
 
@@ -110,9 +110,10 @@ class SafetensorsFolder:
     """The weights of a folder as a Source: one file, or several files with an index."""
 
     def __init__(self, folder: Path, without: tuple[str, ...] = ()) -> None:
-        """Read the headers. Tensors whose names begin with one of `without` are left out unchecked.
+        """Read the headers, and skip tensors whose names begin with one of `without`.
 
-        Raise ValueError if there are no safetensors, or if index and files disagree.
+        Skipped tensors are not checked. Raise ValueError if there are no safetensors files, or if
+        the index and the files disagree.
         """
         self.folder = folder
         self._without = without
@@ -120,9 +121,9 @@ class SafetensorsFolder:
         self.files: dict[str, Any] = {}
         self._places: dict[str, str] = {}
         self._infos: dict[str, Info] = {}
-        # Open every file that the index names, and compare the tensors.
+        # Open every file in the index, and compare its tensors with the index.
         listed = self._listed()
-        # Sorted, so messages do not depend on the index.
+        # Sort the files, so that messages do not depend on the order of the index.
         names = sorted(set(listed.values())) if listed else [SINGLE]
         for name in names:
             self._add(name)
@@ -132,7 +133,7 @@ class SafetensorsFolder:
             raise ValueError(f"{folder / INDEX} and the weight files disagree on {words}")
 
     def _listed(self) -> dict[str, str]:
-        """Return tensor name -> file of the index; empty for a single file without an index."""
+        """Return the index, tensor name -> file; empty for a single file without an index."""
         single = (self.folder / SINGLE).exists()
         several = (self.folder / INDEX).exists()
         if single and several:
@@ -152,7 +153,7 @@ class SafetensorsFolder:
             # A path to another folder must not be read.
             if Path(name).name != name or "\0" in name or not name.endswith(".safetensors"):
                 raise ValueError(
-                    f"{self.folder / INDEX} names {name!r}, which is not a safetensors file of "
+                    f"{self.folder / INDEX} lists {name!r}, which is not a safetensors file in "
                     "this folder"
                 )
         return listed
@@ -181,7 +182,7 @@ class SafetensorsFolder:
                 known["U8"] = torch.uint8
             if kind not in known:
                 raise ValueError(
-                    f"{self.folder / name}: {tensor} has dtype {kind}, supported are "
+                    f"{self.folder / name}: {tensor} has dtype {kind}; supported dtypes are "
                     f"{', '.join(known)}"
                 )
             self._infos[tensor] = Info(tuple(described.get_shape()), known[kind])
@@ -191,24 +192,24 @@ class SafetensorsFolder:
         return self._infos
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Return rows [start, stop) of a tensor. The file is memory-mapped, so a row is read from
-        disk when it is used.
+        """Return rows [start, stop) of a tensor.
 
-        Raise ValueError for inf or NaN, with all such tensors of the file.
+        The file is memory-mapped, so a row is read from disk when it is used. Raise ValueError if a
+        weight is inf or NaN, with all such tensors of the file.
         """
-        # Checked on every read: weights that are inf or NaN must not spread.
+        # Check every read: inf and NaN must not spread to other files.
         place = self._places[name]
         found: torch.Tensor = self.files[place].get_slice(name)[start:stop]
         if not is_finite(found):
             raise ValueError(
-                f"{self.folder / place} has weights that are inf or NaN: {self._not_finite(place)}"
+                f"{self.folder / place} has inf or NaN weights: {self._not_finite(place)}"
             )
         return found
 
     def _not_finite(self, place: str) -> str:
-        """Return the tensors of a file with inf or NaN, each with a count."""
+        """Return the tensors of a file that contain inf or NaN, each with its count."""
         file = self.files[place]
-        # The slow count is only for the message.
+        # Counting is slow, so it is done only for the message.
         counts = [not_finite(name, file.get_tensor(name)) for name in file.keys()]
         return wording.listed([count for count in counts if count], _TOLD)
 
@@ -217,8 +218,8 @@ def require_complete(path: Path) -> None:
     """Raise ValueError if a safetensors file is shorter than its header states, or is a Git LFS
     pointer.
 
-    Only regular files are opened: the library would wait for the writer of a pipe. An invalid
-    header is left to the library, which explains it.
+    Only regular files are opened, because opening a pipe would wait for its writer. An invalid
+    header is not an error here; the library reports it.
     """
     # A pointer is a small text file that Git LFS leaves in place of a large one.
     files.refuse_pointer(path)
@@ -233,10 +234,11 @@ def require_complete(path: Path) -> None:
 
 
 def _expected_size(stream: BinaryIO) -> int:
-    """Return the size of a safetensors file with this beginning, or a lower bound if its header is
-    incomplete.
+    """Return the size in bytes that a safetensors file should have according to its header.
+
+    If the header is incomplete, return a lower bound.
     """
-    # A file that is cut inside its header must at least have the size of the header.
+    # If the file is truncated in its header, it must be at least as large as the header.
     beginning = stream.read(_LENGTH)
     if len(beginning) < _LENGTH:
         return _LENGTH
@@ -251,9 +253,7 @@ def _expected_size(stream: BinaryIO) -> int:
 
 
 def _end_of_tensors(header: bytes) -> int:
-    """Return where the last tensor ends, relative to the end of the header; 0 for an invalid
-    header.
-    """
+    """Return the end of the last tensor, in bytes after the header; 0 for an invalid header."""
     try:
         content = files.parse_json(header)
         ends = [
@@ -267,8 +267,8 @@ def _end_of_tensors(header: bytes) -> int:
 def write_tensors(source: Source, folder: Path, max_shard_bytes: int, world: Axis) -> list[Path]:
     """Write all tensors of `source` in order; return the paths of the files.
 
-    There is one file, or an index and files of at most `max_shard_bytes`. Each rank writes some of
-    the files; all ranks return together.
+    The result is one file, or several files of at most `max_shard_bytes` and an index. Each rank
+    writes some of the files; all ranks return together.
     """
     infos = source.infos
     shards = files_of(infos, max_shard_bytes)
@@ -318,10 +318,10 @@ def require_seen(paths: Sequence[Path]) -> None:
 
 @contextmanager
 def new_folder(output: Path, world: Axis) -> Iterator[Path]:
-    """Yield a temporary folder next to `output`, which is renamed to it at the end of the block.
+    """Yield a temporary folder next to `output`, and rename it to `output` at the end of the block.
 
-    If the block raises, the folder is removed. Folders of killed conversions to the same output are
-    removed first. Raise ValueError if `output` exists.
+    If the block raises, the folder is removed. Folders left by killed conversions to the same
+    output are removed first. Raise ValueError if `output` exists.
     """
     # In the same parent folder, so the final rename is atomic.
     folder = on_first(world, lambda: _made_beside(output))

@@ -1,11 +1,11 @@
-"""The LoRA pairs of a checkpoint: merged into their weights, or exported as a peft adapter.
+"""Merges a checkpoint's LoRA pairs into its weights, or exports them as a peft adapter.
 
-A merged weight is W + scale B A, summed in fp32 or wider and rounded once. If the library joins
-linears that have separate pairs (Phi-3's qkv), the adapter has one pair with the sum of their
-ranks: A stacked, B block-diagonal. Linears that share A have one pair already. All experts have one
-pair, as in peft's pairs for parameters: A ordered by expert, B by rank. The pair of gate and up is
-one module deeper. In some families the other MLPs are written as parameters too, because peft
-treats modules with their names as experts.
+A merged weight is W + scale B A, computed in fp32 or wider and rounded once. If the library fuses
+linears that have separate pairs (Phi-3's qkv), the adapter has one pair whose rank is the sum of
+their ranks: A is stacked, and B is block-diagonal. Linears that share A already form one pair. All
+experts of a layer share one pair, as in peft's pairs for parameters: A is ordered by expert, B by
+rank. The pair for gate and up is nested one module deeper. In some families, dense MLPs are also
+written as parameters, because peft treats modules with these names as experts.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _PREFIX = "base_model.model."
 
 
 def stacks_beside(parameter: str) -> list[str]:
-    """Return the names of both stacks of experts in the layer of a stack."""
+    """Return the names of both expert stacks in the layer that contains `parameter`."""
     return [parameter.partition(".experts.")[0] + end for end in STACKS]
 
 
 def modules_of_stacks(parameter: str, both: bool) -> str:
-    """Return the module where peft has the pair of a stack of experts.
+    """Return the module in which peft stores the pair of an expert stack.
 
     `both`: whether both stacks of the layer have a pair.
     """
@@ -51,14 +51,14 @@ def modules_of_stacks(parameter: str, both: bool) -> str:
 
 
 def experts_in_link(link: Link) -> list[tuple[Named, ...]]:
-    """Return the matrices of each expert in a stack: gate and up, or down."""
+    """Return each expert's matrices in a stack: gate and up, or down."""
     if link.theirs[0].name.endswith(STACKS[0]):
         return list(zip(link.ours[::2], link.ours[1::2], strict=True))
     return [(down,) for down in link.ours]
 
 
 class Pairs:
-    """The LoRA pairs of `source` with their weights; also a source with the pairs merged."""
+    """The LoRA pairs of `source`; also a source whose weights have the pairs merged."""
 
     def __init__(self, source: Source, config: RunConfig) -> None:
         self.source = source
@@ -71,7 +71,7 @@ class Pairs:
         return f"LoRA adapters of {describe_pairs(self.config.model)}"
 
     def size(self, name: str) -> PairSize:
-        """Return rank and alpha of a weight's pair."""
+        """Return the rank and alpha of a weight's pair."""
         return self.config.model.lora_pairs[lora_kind(name.removesuffix(".weight"))]
 
     def down_name(self, name: str) -> str:
@@ -96,8 +96,9 @@ class Pairs:
 
 
 def folded(source: Source, config: RunConfig) -> tuple[Source, RunConfig, Pairs | None]:
-    """Return a checkpoint's weights and config with the pairs merged, and the pairs (None without
-    any).
+    """Return a checkpoint's weights and config with its pairs merged, and the pairs.
+
+    The pairs are None if the checkpoint has none.
     """
     if config.model.lora_rank == 0:
         return source, config, None
@@ -114,7 +115,7 @@ def write_adapter(
     base: str | None,
     dtype: torch.dtype | None,
 ) -> int:
-    """Write an adapter for the model named `base` in a folder; return its number of elements."""
+    """Write an adapter for the base model `base` to a folder; return its number of elements."""
     from safetensors.torch import save_file
 
     tensors = dict[str, torch.Tensor]()
@@ -130,7 +131,7 @@ def write_adapter(
 
 @dataclass(frozen=True)
 class _Joined:
-    """A `[r, inputs]` and B `[rows, r]` of joined linears."""
+    """A `[r, inputs]` and B `[rows, r]` for joined linears."""
 
     down: torch.Tensor
     up: torch.Tensor
@@ -173,14 +174,14 @@ def _stem(named: Named) -> str:
 def _joined_pair(pairs: Pairs, groups: Sequence[Sequence[Named]]) -> list[_Joined]:
     """Return one pair per group of joined linears, all with the same rank.
 
-    All A of a group are stacked, and the B of a linear is in the columns of its A. At least one
-    linear of a group must have a pair.
+    The A matrices of a group are stacked, and each linear's B is in the columns that belong to its
+    A. At least one linear of a group must have a pair.
     """
     infos = pairs.source.infos
     has = [f"{_stem(named)}{B}" in infos for named in groups[0]]
     names = [pairs.down_name(named.name) for named, one in zip(groups[0], has, strict=True) if one]
     sizes = [pairs.size(named.name) for named, one in zip(groups[0], has, strict=True) if one]
-    # Linears may share an A: `places` has for each pair the index of its A.
+    # Linears may share an A: `places` contains the index of each pair's A.
     own = list(dict.fromkeys(names))
     places = [own.index(name) for name in names]
     of_groups = []
@@ -241,9 +242,9 @@ def _stacked(
 
 
 def _cut(size: PairSize, rank: int) -> PairSize:
-    """Return the size of a pair that is cut to `rank`, without the zeros that padded it.
+    """Return the size of a pair that is cut to `rank`, which removes its zero padding.
 
-    If the ranks differ by a power of two, alpha stays and B is multiplied by that power, which is
+    If the ranks differ by a power of two, alpha is kept, because multiplying B by that power is
     exact; the adapter had this alpha before it was padded.
     """
     if rank == size.rank:
@@ -253,15 +254,16 @@ def _cut(size: PairSize, rank: int) -> PairSize:
 
 
 def _rank(down: torch.Tensor, up: torch.Tensor) -> int:
-    """Return the rank of a pair without zeros at the end, where row of A and column of B are zero;
-    at least 1.
+    """Return the rank of a pair without its padding, whose rows of A and columns of B are zero.
+
+    The rank is at least 1.
     """
     used = (down != 0).any(1) | (up != 0).any(0)
     return max([1, *(used.nonzero().flatten() + 1).tolist()])
 
 
 def _config(model: ModelConfig, sizes: Mapping[str, PairSize], base: str | None) -> dict[str, Any]:
-    """Return an adapter_config.json; `sizes` has the modules and parameters with pairs."""
+    """Return an adapter_config.json; `sizes` maps modules and parameters to their pair sizes."""
     usual = model.usual_pair
     # Names of parameters end in `.weight` or are stacks; other names are modules.
     parameters = sorted(name for name in sizes if name.endswith((*STACKS, ".weight")))

@@ -32,14 +32,14 @@ from megacp.huggingface.convert.words import (
     routed_layers,
 )
 
-# Fields of the number of experts.
+# The fields that may contain the number of experts.
 _COUNTS = ("num_local_experts", "num_experts")
 # The layout of a folder with stacked experts, which can only be read.
 _STACKED = "stacked"
 
 
 def _experts(block: str, words: tuple[str, str, str]) -> dict[str, str | tuple[str, ...]]:
-    """Return the rows of the router and of each expert; `words` name gate, up and down."""
+    """Return the table rows for the router and each expert; `words` are gate, up and down."""
     # The library calls the router a gate.
     rows = {"gate.weight": "router.weight"}
     for word, name in zip(words, ("gate", "up", "down"), strict=True):
@@ -50,7 +50,7 @@ def _experts(block: str, words: tuple[str, str, str]) -> dict[str, str | tuple[s
     }
 
 
-# Mixtral's name of the block. Folders with stacked experts use the name of other families.
+# Mixtral's name for the block. With stacked experts, folders use the name of other families.
 _BLOCK = "block_sparse_moe"
 _WORDS = ("gate_proj", "up_proj", "down_proj")
 _EACH = DECODER | _experts("mlp", _WORDS)
@@ -58,7 +58,7 @@ _MIXTRAL = DECODER | _experts(_BLOCK, ("w1", "w3", "w2"))
 
 
 def _shared(word: str) -> dict[str, str | tuple[str, ...]]:
-    """Return the rows of a shared expert, which processes all tokens."""
+    """Return the table rows for a shared expert, which processes all tokens."""
     begin = f"model.layers.{{i}}.mlp.{word}"
     names = zip(_WORDS, ("gate", "up", "down"), strict=True)
     return {
@@ -72,7 +72,7 @@ _GATE = {"model.layers.{i}.mlp.shared_expert_gate.weight": "layers.{i}.mlp.share
 QWEN3_5_MOE: Table = QWEN3_5 | _EACH | _shared("shared_expert") | _GATE
 
 
-# The correction of the choice of experts.
+# The router's correction for expert selection.
 _CORRECTION = {
     "model.layers.{i}.mlp.gate.e_score_correction_bias": "layers.{i}.mlp.router.correction"
 }
@@ -80,12 +80,12 @@ _GLM: Table = _EACH | _shared("shared_experts") | _CORRECTION
 
 
 def stacked(table: Table, experts: int) -> Table:
-    """Return a table for stacked experts, with their biases.
+    """Return a table for stacked experts, including their biases.
 
     The stacks, joined along dim 0, are gate and up of each expert, `[E, 2 I, h]`, and down,
     `[E, h, I]`. The router has the same name in all families.
     """
-    # Keep all rows that are not of single experts.
+    # Drop the rows of individual experts.
     found = {
         theirs.replace(_BLOCK, "mlp"): ours for theirs, ours in table.items() if "{e}" not in theirs
     }
@@ -120,17 +120,17 @@ class ExpertFamily(Family):
 
 
 class Glm4Moe(ExpertFamily):
-    """The family with one more layer, for multi-token prediction, after the last."""
+    """The family with a multi-token-prediction layer after the last layer."""
 
     usual_further_layers = 1
 
 
 @dataclass(frozen=True)
 class ExpertWords(Words):
-    """Config fields of a class with experts in every layer, as wide as its field for MLPs."""
+    """Config fields of a class with experts in every layer; the MLP field sets their width."""
 
     experts: tuple[str, int] = ("num_experts", 64)
-    """The class's field for the number of experts, and its default. The library reads the field by
+    """The class's field for the number of experts, and its default. The library accepts
     either name in _COUNTS.
     """
     chosen: int = 8
@@ -163,7 +163,7 @@ class ExpertWords(Words):
 
 @dataclass(frozen=True)
 class Qwen3MoeWords(ExpertWords):
-    """Config fields of a class that may also have dense layers, whose MLPs have another width."""
+    """Config fields of a class that may also have dense layers, with a separate MLP width."""
 
     def from_hf(self, c: ConfigJson) -> Values:
         v = super().from_hf(c)
@@ -183,7 +183,7 @@ class Qwen3MoeWords(ExpertWords):
         routed = routed_layers(v)
         pattern = layer_pattern(routed) or ""
         every = int(pattern) if pattern.isdigit() else 1
-        # Layers that follow no step are listed individually.
+        # If the layers follow no regular step, dense layers are listed individually.
         content = super().to_hf(v) | {
             "intermediate_size": v["ffn_hidden_size"],
             "decoder_sparse_step": every,
@@ -213,8 +213,8 @@ class Qwen35MoeWords(Qwen35Words, ExpertWords):
 
 @dataclass(frozen=True)
 class Glm4MoeWords(ExpertWords):
-    """Config fields of a class with dense layers first; later layers route by sigmoids with a
-    correction, in groups of experts.
+    """Config fields of a class whose first layers are dense. Later layers route within groups of
+    experts, by sigmoid scores with a correction.
     """
 
     def from_hf(self, c: ConfigJson) -> Values:
@@ -226,7 +226,7 @@ class Glm4MoeWords(ExpertWords):
         if not any(routed):
             c.faults.append(f"first_k_dense_replace {first}: no layer has experts")
         v |= {"moe_ffn_hidden_size": width, "moe_layer_freq": expert_pattern(routed)}
-        # Our single shared expert is as wide as all of the library's together.
+        # Our single shared expert is as wide as all shared experts of the library together.
         v["moe_shared_expert_intermediate_size"] = width * c.number("n_shared_experts", 1)
         v["moe_router_pre_softmax"] = not c.switch("norm_topk_prob", True)
         v["add_qkv_bias"] = c.switch("attention_bias")
@@ -252,7 +252,7 @@ class Glm4MoeWords(ExpertWords):
         return content | {"use_qk_norm": v["qk_layernorm"] == "head"}
 
 
-# Fields of groups of experts -> our flags.
+# Expert-group fields -> our flags.
 _GROUPS = {"n_group": "moe_router_num_groups", "topk_group": "moe_router_group_topk"}
 # The library's defaults for sizes that a config omits, and the fields of each class.
 
@@ -316,7 +316,7 @@ _GLM_SIZES = OLMO2_SIZES | {
     "vocab_size": 151552,
     "max_position_embeddings": 131072,
 }
-# GLM-4.5 chooses experts by sigmoids.
+# GLM-4.5 chooses experts by sigmoid scores.
 _GLM_WORDS = Glm4MoeWords(
     _GLM_SIZES,
     rotary_part=0.5,
@@ -324,7 +324,7 @@ _GLM_WORDS = Glm4MoeWords(
     has_norm=False,
     fixed={"moe_router_score_function": "sigmoid"},
 )
-# Fields about an auxiliary loss of training.
+# Fields about an auxiliary training loss.
 TRAINING = frozenset({"router_aux_loss_coef", "output_router_logits"})
 # Fields that are ignored. The class has no dense MLP, so `intermediate_size` has no effect.
 QWEN3_5_MOE_SILENT = QWEN3_5_SILENT | TRAINING | {"intermediate_size"}

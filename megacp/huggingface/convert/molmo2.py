@@ -30,12 +30,12 @@ _SPLIT_EMBEDDING = ("model.transformer.wte.embedding", "model.transformer.wte.ne
 
 
 def _both(theirs: str, ours: str) -> dict[str, str]:
-    """Return the rows of a module with weight and bias."""
+    """Return the table rows for a module's weight and bias."""
     return {f"{theirs}.{kind}": f"{ours}.{kind}" for kind in ("weight", "bias")}
 
 
 def _attention_rows(theirs: str, ours: str, names: tuple[str, ...]) -> dict[str, str]:
-    """Return the rows of an attention block; `names` are the names of q, k, v, output."""
+    """Return the table rows for attention; `names` are the names of q, k, v and output."""
     rows: dict[str, str] = {}
     for their, our in zip(names, ("q", "k", "v", "output"), strict=True):
         rows |= _both(f"{theirs}.{their}", f"{ours}.{our}")
@@ -166,7 +166,8 @@ def _from_hf(c: ConfigJson) -> Values:
     is_scaled = scaled is not None and v.get("rope_scaling") != "none"
     if is_scaled and scaled != list(range(v["num_layers"])):
         c.faults.append(
-            f"text_config.rope_scaling_layers is {shown(scaled)}, megacp can only scale all layers"
+            f"text_config.rope_scaling_layers is {shown(scaled)}, but megacp can only scale "
+            "all layers"
         )
     _read_image_size(c, v)
     for path, (default, one) in _twins(v).items():
@@ -182,12 +183,12 @@ def _from_hf(c: ConfigJson) -> Values:
 
 
 def _read_image_size(c: ConfigJson, v: Values) -> None:
-    """Read the size of a crop, which must be square, into the flags."""
+    """Set the flag for the size of crops, which must be square."""
     size = c.get("vision_config.image_size") or [378, 378]
     is_square = isinstance(size, list) and len(size) == 2 and size[0] == size[1]
     if not is_square or type(size[0]) is not int or not 1 <= size[0] < 2**31:
         c.faults.append(
-            f"vision_config.image_size is {shown(size)}, megacp can only express squares"
+            f"vision_config.image_size is {shown(size)}, but megacp can only express squares"
         )
         return
     v["vision_image_size"] = size[0]
@@ -202,7 +203,7 @@ def _read_image_size(c: ConfigJson, v: Values) -> None:
 
 
 def _read_feature_layers(c: ConfigJson, v: Values) -> None:
-    """Read which layers of the tower the connector uses; the last must be one of them."""
+    """Set the flag for the tower layers that the connector uses; the last must be one of them."""
     path = "adapter_config.vision_feature_layer"
     count = v["vision_num_layers"]
     # The default of the library; negative numbers count from the last layer.
@@ -210,20 +211,20 @@ def _read_feature_layers(c: ConfigJson, v: Values) -> None:
     is_pair = isinstance(chosen, list) and len(chosen) == 2
     if not is_pair or not all(type(i) is int and -count <= i < count for i in chosen):
         c.faults.append(
-            f"{path} is {shown(chosen)}, megacp can only express two of the {count} layers"
+            f"{path} is {shown(chosen)}, but megacp can only express two of the {count} layers"
         )
-    # Layers after the last one that is used would be trained without effect.
+    # Layers after the last used one would have no effect.
     elif max(layer % count for layer in chosen) != count - 1:
         c.faults.append(
-            f"{path} is {chosen}, which does not use the last layers of "
-            f"vision_config.num_hidden_layers {count}"
+            f"{path} is {chosen}, which leaves out the last layer "
+            f"(vision_config.num_hidden_layers {count})"
         )
     else:
         v["vision_feature_layers"] = tuple(chosen)
 
 
 def _twins(v: Values) -> dict[str, tuple[int, int]]:
-    """Return the fields that repeat another size: their default, and the only consistent value."""
+    """Return fields that repeat another size -> their default, and the only consistent value."""
     hidden = v["vision_hidden_size"]
     heads = v["vision_num_attention_heads"]
     found = {
@@ -238,7 +239,7 @@ def _twins(v: Values) -> dict[str, tuple[int, int]]:
 
 
 def _to_hf(v: Values) -> Values:
-    """Return the config of our flags with the library's field names, the inverse of `_from_hf`."""
+    """Return the config for our flags with the library's field names; inverse of `_from_hf`."""
     sizes = {
         path: v["ffn_hidden_size"] if v[ours] is None else v[ours]
         for path, (ours, _) in _TOWER.items()
@@ -308,8 +309,8 @@ class Molmo2(Family):
     def native(self, content: Mapping[str, Any]) -> dict[str, Any]:
         """Return a config with the library's field names.
 
-        A released config counts layers of the tower that have no weights because no module uses
-        their outputs. They are left out, as in the library.
+        The layer count of a released config includes tower layers without weights, whose outputs no
+        module uses. They are left out, as in the library.
         """
         found = _copied(content)
         # Only released configs have this section.
@@ -350,8 +351,8 @@ class Molmo2(Family):
     ) -> list[Link]:
         """Return the links of all tensors.
 
-        The released layout splits the embedding in two: where the file to read splits it, else
-        after the vocabulary.
+        The released layout splits the embedding in two. The split is that of the file to read, or
+        else follows the vocabulary.
         """
         shapes = shapes_of(values)
         layers = (values["num_layers"], values["vision_num_layers"])

@@ -1,7 +1,8 @@
-"""The processor files of an exported folder: how the library converts images to patches and tokens.
+"""Writes the processor files of an exported folder: how the library converts images to patches and
+tokens.
 
-`megacp.prepare.media.processor_files` reads such files and has their tables. All settings are
-written, because the library replaces a missing one by its default.
+`megacp.prepare.media.processor_files` reads such files and defines their tables. All settings are
+written, because the library replaces missing ones with its defaults.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from megacp.training.data.vision.rules import VisionRules
 # Image rules in the form of a dataset's manifest.
 Rules = dict[str, Any]
 
-# Steps of the library's processors that are always done.
+# Steps of the library's processors that are always applied.
 _STEPS = {"do_resize": True, "do_rescale": True, "do_normalize": True, "do_convert_rgb": True}
 
 
 def _settings(rules: Rules, part: ProcessorPart) -> dict[str, Any]:
-    """Return the fields of a part without its size, with the fixed settings of its class."""
+    """Return a part's fields except its size, including the fixed settings of its class."""
     found = {name: rules[setting.rule] for name, setting in part.settings.items()}
     return {**found, **_STEPS, "resample": part.only["resample"][0]}
 
@@ -59,7 +60,7 @@ def _write_crops(rules: Rules, folder: Path) -> None:
     files = PROCESSOR_FILES["molmo2"]
     if rules["time_mode"] != "per-frame":
         raise ValueError(
-            f"image rules: time_mode is {rules['time_mode']!r}, but the library always writes the "
+            f"image rules: time_mode is {rules['time_mode']!r}, but transformers always writes the "
             "times of frames; build the dataset with --time-mode per-frame"
         )
     common = {

@@ -93,7 +93,7 @@ def _from_hf(words: Qwen35Words, c: ConfigJson) -> Values:
     c.only(
         "vision_config.", spatial_merge_size=2, temporal_patch_size=2, deepstack_visual_indexes=[]
     )
-    # Positions are interpolated for other sizes of images.
+    # For other image sizes, positions are interpolated.
     count = c.number("vision_config.num_position_embeddings", 2304)
     # The table of positions is a square grid of patches.
     v["vision_image_size"] = math.isqrt(count) * v["vision_patch_size"]
@@ -103,19 +103,19 @@ def _from_hf(words: Qwen35Words, c: ConfigJson) -> Values:
     ):
         found = c.get(path, default)
         if found != one:
-            c.faults.append(f"{path} is {shown(found)}, megacp can only express {one}")
+            c.faults.append(f"{path} is {shown(found)}, but megacp can only express {one}")
     # The tower rotates patches by their row and column.
     rope = c.get("vision_config.rope_parameters") or {}
     if rope not in ({}, {"rope_type": "axial", "rope_theta": 10000.0}):
         c.faults.append(
-            f"vision_config.rope_parameters is {shown(rope)}, megacp can only express axial with "
-            "theta 10000"
+            f"vision_config.rope_parameters is {shown(rope)}, but megacp can only express axial "
+            "with theta 10000"
         )
     return v
 
 
 def _to_hf(words: Qwen35Words, v: Values) -> Values:
-    """Return the config of our flags, the inverse of `_from_hf`."""
+    """Return the config for our flags; the inverse of `_from_hf`."""
     vision = {name: v[ours] for name, (ours, _) in _TOWER.items()}
     # The tower itself, without the fields of its processor.
     side = v["vision_image_size"] // v["vision_patch_size"]
@@ -147,16 +147,16 @@ class Qwen35(Family):
         probe = ConfigJson({}, self.sections)
         self.from_hf(probe)
         of_text = probe.names - {"tie_word_embeddings"}
-        # Old configs repeat text fields at the top, which is harmless if they agree.
+        # Old configs repeat text fields at the top, which is harmless if both values agree.
         for name in of_text & content.keys() - GENERAL:
             if not same(inside.get(name), content[name]):
                 raise ValueError(
-                    f"config.json: {name} is {shown(content[name])} outside text_config, but the "
-                    f"library reads text_config, where it is {shown(inside.get(name))}: remove the "
-                    "outer field, or move it inside"
+                    f"config.json: {name} is {shown(content[name])} outside text_config, but "
+                    f"transformers reads text_config, where it is {shown(inside.get(name))}: "
+                    "remove the outer field, or move it into text_config"
                 )
         skipped = of_text | {"text_config"}
-        # Fields of the whole model have priority, such as token ids.
+        # Fields of the whole model, such as token ids, have priority.
         outside = {name: value for name, value in content.items() if name not in skipped}
         return {**inside, "tie_word_embeddings": False, **outside}
 

@@ -36,17 +36,17 @@ def read_rope(
     kinds: Collection[str] = (),
     part: float | None = None,
 ) -> Values:
-    """Return the flags of `rope_parameters` or the older `rope_scaling`; add faults to `c`.
+    """Return the flags for `rope_parameters` or the older `rope_scaling`; add faults to `c`.
 
-    `positions`: length of the longest text. `theta`: default of the base. `kinds`: types of
-    scaling that the class supports; empty for all types. `part`: default of the rotated fraction of
-    each head; None for a class without such a field.
+    `positions`: maximum sequence length of the model. `theta`: default base. `kinds`: types of
+    scaling that the class supports; empty for all types. `part`: default rotated fraction of each
+    head; None for a class without such a field.
     """
     return _Rope(c, section, theta).read(positions, kinds or tuple(_TYPES), part)
 
 
 class _Rope:
-    """Reader of the rotary parameters of one config."""
+    """Reads the rotary parameters of one config."""
 
     def __init__(self, c: ConfigJson, section: str, theta: float) -> None:
         self._c, self._section, self._theta = c, section, theta
@@ -60,8 +60,10 @@ class _Rope:
         """Names of parameters that are supported or have no effect."""
 
     def read(self, positions: int, kinds: Collection[str], part: float | None) -> Values:
-        """Return the flags. If the parameters are unreadable, return flags without scaling, which
-        lets the caller find faults of other fields, too.
+        """Return the flags for the rotary embedding.
+
+        If the parameters are unreadable, return flags without scaling, so that the caller can find
+        faults in other fields, too.
         """
         plain = {"rope_scaling": "none", "rotary_base": self._theta}
         if not self._find():
@@ -70,7 +72,7 @@ class _Rope:
         kind = self._params.get("rope_type", self._params.get("type", "default"))
         if not isinstance(kind, str) or kind not in kinds:
             self._fault(
-                f"{self._path}.rope_type is {shown(kind)}, megacp can express {', '.join(kinds)}"
+                f"{self._path}.rope_type is {shown(kind)}, but megacp supports {', '.join(kinds)}"
             )
             return plain
         # The base inside the parameters has priority over the older field at the top.
@@ -101,13 +103,13 @@ class _Rope:
         self._c.faults.append(line)
 
     def _base(self, path: str, value: Any) -> Any:
-        """Return the base of the angles as a number."""
+        """Return the rotary base as a number."""
         return self._c.checked(path, value, self._theta, float, 1.0, 1e12)
 
     def _find(self) -> bool:
         """Find the parameters; return False if they are unreadable.
 
-        They have one of two names, and there is one set for all layers or one per kind of layer.
+        They are stored under one of two names, as one set for all layers or one per kind of layer.
         """
         names = ("rope_scaling", "rope_parameters")  # the older name, and the current one
         # The first set that is not empty counts; without any, there is no scaling.
@@ -140,18 +142,19 @@ class _Rope:
         return True
 
     def _read_part(self, part: float | None) -> Values:
-        """Return the flags of the rotated fraction, and of the number of angles per image axis."""
+        """Return the flags for the rotated fraction and the number of angles per image axis."""
         path = f"{self._section}partial_rotary_factor"
         found = self._params.get("partial_rotary_factor", self._c.get(path))
         if part is None:
             if found not in (None, 1.0):
                 self._fault(
-                    f"{path} is {shown(found)}, megacp can only rotate whole heads in this family"
+                    f"{path} is {shown(found)}, but megacp can only rotate whole heads in this "
+                    "family"
                 )
             return {}
         values: Values = {}
         self._known |= {"mrope_section", "mrope_interleaved"}
-        # Only for models that rotate by the position in an image.
+        # Only models whose rotary angles depend on image positions have this field.
         sections = self._params.get("mrope_section")
         if sections is not None:
             if isinstance(sections, list) and [type(size) for size in sections] == [int] * 3:
@@ -165,7 +168,7 @@ class _Rope:
         return values
 
     def _read_numbers(self, kind: str, positions: int) -> Values:
-        """Return the flags of the numbers that a type of scaling requires."""
+        """Return the flags for the numbers that a type of scaling requires."""
         values = {}
         for key in _TYPES[kind]:
             ours, number, low = _NUMBERS[key]
@@ -176,7 +179,7 @@ class _Rope:
         return values
 
     def _read_rounding(self) -> Values:
-        """Return whether YaRN rounds the ends of its ramp; ignore an `mscale` without effect."""
+        """Return the flag for rounding YaRN's ramp ends; ignore an `mscale` without effect."""
         self._known.add("truncate")
         if not (self._params.get("mscale") and self._params.get("mscale_all_dim")):
             # The library uses these only if both are set.
@@ -196,26 +199,26 @@ class _Rope:
             is_number = isinstance(given, (int, float))
             if not is_number or not math.isclose(given, value, rel_tol=1e-12):
                 self._fault(
-                    f"{self._path}.{key} is {shown(given)}, megacp can only express {value!r}"
+                    f"{self._path}.{key} is {shown(given)}, but megacp can only express {value!r}"
                 )
 
     def _near_is_plain(self) -> bool:
-        """Return whether layers with a window are not scaled; add a fault if they are."""
+        """Return whether layers with a window have no scaling; add a fault if they have."""
         if isinstance(self._near, Mapping) and self._near.get("rope_type", "default") == "default":
             return True
         self._fault(
-            f"{self._path}.{LAYER_TYPES[0]} is {shown(self._near)}, megacp cannot scale the rotary "
-            "embedding of layers with a window"
+            f"{self._path}.{LAYER_TYPES[0]} is {shown(self._near)}, but megacp cannot scale the "
+            "rotary embedding of layers with a window"
         )
         return False
 
     def _read_near(self, base: float) -> Values:
-        """Return the flag of the base of layers with a window."""
+        """Return the flag for the rotary base of layers with a window."""
         own = self._near.get("rope_theta", base)
         return {"window_rotary_base": self._base(f"{self._path}.rope_theta", own)}
 
     def _refuse_others(self) -> None:
-        """Add a fault for each parameter that has a value but is not known."""
+        """Add a fault for each unknown parameter whose value is not null."""
         others = {key for key, value in self._params.items() if value is not None} - self._known
         for key in sorted(others):
             self._fault(
@@ -224,17 +227,17 @@ class _Rope:
 
 
 def _attention_factor(factor: float) -> float:
-    """Return YaRN's factor of attention scores, as the library computes it."""
+    """Return YaRN's scaling factor for attention scores, as the library computes it."""
     if factor <= 1:
         return 1.0
     return 0.1 * math.log(factor) + 1.0
 
 
 def rope_fields(values: Values) -> Values:
-    """Return the config fields of these flags, the inverse of `read_rope`.
+    """Return the config fields for these flags; the inverse of `read_rope`.
 
-    Both names of the parameters are written: each version of the library knows one of them, and
-    would use its default base without it.
+    The parameters are written under both names: each version of the library reads only one of them
+    and would otherwise use its default base.
     """
     kind = "default" if values["rope_scaling"] == "none" else values["rope_scaling"]
     # Each type of scaling has its own parameters.

@@ -1,6 +1,7 @@
-"""The input of a conversion with our tensor names: a checkpoint of megacp or a Hugging Face folder.
+"""Opens the input of a conversion, a megacp checkpoint or a Hugging Face folder, with our tensor
+names.
 
-This module reads only headers and configs, and checks the tensors against the config. Their values
+This module reads only headers and configs, and checks the tensors against the config. Tensor values
 are read later, one tensor at a time.
 """
 
@@ -65,18 +66,18 @@ _TOLD = 20
 _DTYPES = ("float32", "bfloat16", "float64")
 # Files next to a tokenizer that are copied with it.
 _COMPANIONS = (*TEMPLATE_NAMES, OLDER_NAME, "added_tokens.json")
-# Fields of special tokens in a config.json or generation_config.json.
+# Special-token fields of a config.json or generation_config.json.
 SPECIAL = ("eos_token_id", "bos_token_id", "pad_token_id")
 GENERATION = "generation_config.json"
 CONFIG = "config.json"
-# The file by which the library finds an adapter, even next to the weights of a model.
+# The file that makes the library load an adapter, even next to the weights of a model.
 ADAPTER_CONFIG = "adapter_config.json"
 
 
 def require_all(
     infos: Mapping[str, Info], links: Sequence[Link], to_ours: bool, where: Path
 ) -> None:
-    """Raise ValueError with each tensor that is missing, unexpected or of a wrong shape.
+    """Raise ValueError with each tensor that is missing, unexpected or has a wrong shape.
 
     `infos` has the library's names if `to_ours`, else our names.
     """
@@ -89,7 +90,7 @@ def require_all(
 
 
 def in_brief(lines: Sequence[str]) -> str:
-    """Return the first lines in one line, and the number of further lines."""
+    """Join the first lines into one line, which ends with the number of omitted lines."""
     return wording.listed(lines, _TOLD, "; ")
 
 
@@ -112,13 +113,13 @@ class CheckpointSource:
         """Return rows [start, stop) of a tensor. Raise ValueError for inf or NaN."""
         info = self.infos[name]
         tensor = torch.empty((stop - start, *info.shape[1:]), dtype=info.dtype)
-        # A box of rows, which may be spread over the files of several ranks.
+        # A box of rows, which may be spread across the files of several ranks.
         offsets = (start, *[0] * (len(info.shape) - 1))
         with self._loaded.reading():
             self._payload.read([TensorBox(f"{MODEL}.{name}", info.shape, offsets, tensor)])
         if not is_finite(tensor):
             raise ValueError(
-                f"{self._loaded.path} has weights that are inf or NaN: {not_finite(name, tensor)}"
+                f"{self._loaded.path} has inf or NaN weights: {not_finite(name, tensor)}"
             )
         return tensor
 
@@ -134,21 +135,21 @@ class Loaded:
     rules: VisionRules | None
     checkpoint: LoadedCheckpoint | None = None
     content: Mapping[str, Any] = field(default_factory=dict)
-    """The config.json of a folder."""
+    """The folder's config.json."""
     files: Sequence[str] = ()
     """Names of a folder's weight files."""
     pairs: Pairs | None = None
-    """The LoRA pairs of a checkpoint. `source` has them merged into the weights, and `config` has
-    none.
+    """The LoRA pairs of a checkpoint. They are already merged into the weights of `source` and
+    removed from `config`.
     """
     left_out: Sequence[str] = ()
     """Fields of the config.json that have no effect in the library."""
     processor: FolderRules | None = None
-    """Rules of a folder's processor files, also if the ids of image tokens are unknown."""
+    """Rules of a folder's processor files, even if the ids of image tokens are unknown."""
     unused: Sequence[str] = ()
     """A message for each group of fields, files or tensors of a folder that is not used."""
     cls: str = ""
-    """The library's class of a folder's model."""
+    """The library's class for a folder's model."""
 
     @functools.cached_property
     def values(self) -> dict[str, Any]:
@@ -164,7 +165,7 @@ class Loaded:
 
     @functools.cached_property
     def settled_dtype(self) -> str | None:
-        """The dtype in config.json for weights in both float32 and bfloat16; else None.
+        """The dtype in config.json if the weights mix float32 and bfloat16; otherwise None.
 
         Some published models have norms in float32 and other weights in bfloat16.
         """
@@ -175,14 +176,14 @@ class Loaded:
         return None
 
     def notes(self, dtype_given: bool) -> list[str]:
-        """Return a message for each decision about a folder.
+        """Return messages about ignored parts of a folder and about its dtype.
 
         `dtype_given`: whether --dtype is set.
         """
         found = []
         if self.left_out:
             fields = ", ".join(self.left_out)
-            found.append(f"config.json: {fields} ignored, the library has no such field")
+            found.append(f"config.json: ignoring {fields}, which transformers does not use")
         found += self.unused
         if dtype_given:
             return found
@@ -196,23 +197,23 @@ class Loaded:
         stated = self.stated_dtype
         if len(kinds) == 1 and stated not in (None, "auto", kinds[0]):
             found.append(
-                f"config.json: dtype {stated} not used: the weights are {kinds[0]} and are not "
-                "converted without --dtype"
+                f"config.json: ignoring dtype {stated}: the weights are {kinds[0]} and are "
+                "converted only with --dtype"
             )
         return found
 
 
 def read_checkpoint(path: Path, world: Axis) -> Loaded:
-    """Open the newest complete checkpoint below `path`, or the step that it names.
+    """Open the newest complete checkpoint below `path`, or the step at `path`.
 
-    Collective over `world`, whose ranks share the hashing.
+    Collective over `world`, whose ranks share the work of hashing.
     """
     loaded = load_checkpoint(path, world)
     return on_each(world, lambda: _described(loaded))
 
 
 def _described(loaded: LoadedCheckpoint) -> Loaded:
-    """Return the model of a checkpoint. Raise ValueError if no family can express it."""
+    """Return a checkpoint's model. Raise ValueError if no family can express it."""
     stored = stored_config(loaded)
     folder = Path(str(loaded.path))  # a local path, since `path` is local
     source, config, pairs = folded(CheckpointSource(loaded), stored)
@@ -220,7 +221,7 @@ def _described(loaded: LoadedCheckpoint) -> Loaded:
     family = of_values(values)
     family.config(values)  # raises ValueError for a model that the family cannot express
     require_all(source.infos, family.links(values), False, folder)
-    # Rules by which the run's dataset was built.
+    # Image rules with which the run's dataset was built.
     given = stored_state(loaded).image_rules
     rules = rules_from_dict(given) if given is not None else None
     return Loaded(folder, family, source, config, rules, loaded, pairs=pairs)
@@ -242,10 +243,10 @@ def read_hf(path: Path, flag: str = "--input", adapter: Path | None = None) -> L
 
 
 def _of_folder(path: Path) -> Loaded:
-    """Read config and headers of a folder, and match its tensors with ours."""
+    """Read the config and headers of a folder, and match its tensors with ours."""
     whole = read_object(path / CONFIG)
     kind = whole.get("model_type")
-    # A vision-language model of which only the text model is supported.
+    # For some vision-language models, only the text model is supported.
     part = TEXT_PARTS.get(kind) if isinstance(kind, str) else None
     content = whole if part is None else text_content(whole, part)
     family = of_config(content)
@@ -266,7 +267,7 @@ def _of_folder(path: Path) -> Loaded:
             require_ids(path / CONFIG, section)
     unused += generation_notes(path)
     weights: Source
-    # Of a vision-language model without a supported tower, only the text model is read.
+    # If the vision tower is not supported, only the text model is read.
     if part is None:
         weights = files = hf_files.SafetensorsFolder(path)
     else:
@@ -278,9 +279,7 @@ def _of_folder(path: Path) -> Loaded:
     further = further_tensors(weights.infos, values["num_layers"], family.further_layers(content))
     if further:
         names = wording.listed([*further], 3)
-        unused.append(
-            f"tensors of layers for multi-token prediction ignored, as in the library: {names}"
-        )
+        unused.append(f"ignoring multi-token-prediction tensors, as in transformers: {names}")
     infos = {name: info for name, info in weights.infos.items() if name not in further}
     # The file decides whether embedding and head are really tied.
     found = _links_of_file(family, values, weights, infos)
@@ -299,7 +298,8 @@ def _of_folder(path: Path) -> Loaded:
         present = [name for name in processor_files.PROCESSOR_NAMES if os.path.lexists(path / name)]
         if present:
             unused.append(
-                f"{', '.join(present)}: not used, the model of config.json has no vision tower"
+                f"{', '.join(present)}: ignored, because the model in config.json has no vision "
+                "tower"
             )
     return Loaded(
         path,
@@ -320,8 +320,8 @@ def _of_folder(path: Path) -> Loaded:
 def _unused_ties(content: Mapping[str, Any], values: Values) -> list[str]:
     """Return a message if a `tie_word_embeddings` of the config differs from the library's choice.
 
-    The config may have the field twice, or its class may not read it. Raise ValueError for an inner
-    field that is not true or false; the outer one is checked elsewhere.
+    The config may have the field twice, or its class may not read it. Raise ValueError if a field
+    is not true or false.
     """
     inside = content.get("text_config")
     stated = {"tie_word_embeddings": content.get("tie_word_embeddings", ABSENT)}
@@ -336,7 +336,7 @@ def _unused_ties(content: Mapping[str, Any], values: Values) -> list[str]:
         return []
     choice = "ties the head to the embedding" if tied else "does not tie the head to the embedding"
     value = str(not tied).lower()
-    return [f"config.json: {' and '.join(unused)} {value} not used, the library {choice}"]
+    return [f"config.json: ignoring {' and '.join(unused)} {value}, transformers {choice}"]
 
 
 @dataclass(frozen=True)
@@ -345,11 +345,11 @@ class _LinksOfFile:
 
     links: Sequence[Link]
     infos: Mapping[str, Info]
-    """The tensors of the folder, exactly those that `links` must name."""
+    """The tensors of the folder; `links` must cover exactly these."""
     untied: bool = False
-    """Whether the config ties embedding and head although the file has two that differ."""
+    """Whether the file has a different embedding and head although the config ties them."""
     note: str = ""
-    """A message if the file overrides the tie of the config."""
+    """A message if the file's tensors override the config; otherwise empty."""
 
 
 def _links_of_file(
@@ -379,7 +379,7 @@ def _links_of_file(
     if name_of_embedding not in infos:
         of_head = Link(head.theirs, embedding.ours)
         remaining = [link for link in links if link != embedding]
-        note = f"{name_of_head} is also used as the embedding: they are tied"
+        note = f"{name_of_head} is also used as the embedding, because the config ties them"
         return _LinksOfFile([of_head, *remaining], infos, note=note)
     if same_values(weights, name_of_embedding, name_of_head):
         # Some files store a tied head as a copy, which is not needed.
@@ -387,7 +387,7 @@ def _links_of_file(
         return _LinksOfFile(links, without_head)
     note = (
         f"tie_word_embeddings is true, but {name_of_head} differs from {name_of_embedding}: both "
-        "are kept and not tied, as in the library"
+        "are kept and not tied, as in transformers"
     )
     return _LinksOfFile(apart, infos, True, note)
 
@@ -398,9 +398,10 @@ _OF_LAYER = re.compile(r"^model\.(?:language_model\.)?layers\.(\d{1,9})\.")
 
 
 def further_tensors(names: Iterable[str], layers: int, further: int) -> dict[str, None]:
-    """Return the tensors of layers for multi-token prediction, in order.
+    """Return the multi-token-prediction tensors, in order.
 
-    They are found by name, or as tensors of `further` layers after the model's `layers`.
+    They are found by name, or because they belong to one of `further` layers after the model's
+    `layers`.
     """
     found = dict[str, None]()
     for name in names:
@@ -413,7 +414,7 @@ def further_tensors(names: Iterable[str], layers: int, further: int) -> dict[str
 
 
 def require_ids(path: Path, content: Mapping[str, Any]) -> None:
-    """Raise ValueError for special tokens of a file that are not ids."""
+    """Raise ValueError if a special-token field of a file is not an id or a list of ids."""
     for name in SPECIAL:
         found = content.get(name)
         if found is None:
@@ -421,27 +422,30 @@ def require_ids(path: Path, content: Mapping[str, Any]) -> None:
         ids = found if isinstance(found, list) else [found]
         if not ids or any(type(one) is not int for one in ids):
             raise ValueError(
-                f"{path}: {name} is {shown(found)}, expected the id of a token, or a list of ids"
+                f"{path}: {name} is {shown(found)}, expected a token id or a list of token ids"
             )
 
 
 def read_generation(path: Path) -> dict[str, Any]:
-    """Return a generation_config.json. Raise ValueError if its special tokens are not ids."""
+    """Return the content of a generation_config.json.
+
+    Raise ValueError if its special tokens are not ids.
+    """
     content = read_object(path)
     require_ids(path, content)
     return content
 
 
-# Prefixes of fields in generation settings that do not affect the choice of tokens, or that are
-# used.
+# Prefixes of generation settings that need no message, because they do not affect the choice of
+# tokens or because they are used.
 _NO_CHOICE = ("transformers_version", "use_cache", "output_", "return_", "cache_", "_", *SPECIAL)
 
 
 def generation_notes(folder: Path) -> list[str]:
-    """Return at most one message, with the unused generation settings of a folder.
+    """Return at most one message, which lists the ignored generation settings of a folder.
 
-    Raise ValueError for an invalid file. Zeros and ones have no effect: they mean no beams, no
-    penalty, a temperature of 1.
+    Raise ValueError for an invalid file. Zeros and ones have no effect: they mean no beam search,
+    no penalty, or a temperature of 1.
     """
     # A dangling link exists too, and is reported when it is read.
     if not os.path.lexists(folder / GENERATION):
@@ -456,22 +460,22 @@ def generation_notes(folder: Path) -> list[str]:
     if not settings:
         return []
     return [
-        f"{GENERATION}: {wording.listed(settings, 10)} not used: these settings are kept for the "
-        "export, and generation is controlled by the flags of its command"
+        f"{GENERATION}: ignoring {wording.listed(settings, 10)}: these settings are kept for the "
+        "export; set generation options with the flags of tools/generate.py"
     ]
 
 
 def rules_of(
     folder: Path, content: dict[str, Any], config: RunConfig, family: Family
 ) -> tuple[FolderRules | None, VisionRules | None]:
-    """Return the rules of a folder's processor files without and with the ids of image tokens.
+    """Return the image rules of a folder's processor files, without and with image-token ids.
 
-    The ids come from its tokenizer or config. Both results are None without processor files, and
-    the second also if an id is unknown.
+    The ids come from its tokenizer or config. Without processor files, both results are None; if an
+    id is unknown, only the second is None.
     """
     ids: dict[str, int] = {}
     vision = config.vision
-    # The tokenizer knows the texts of image tokens; the config has only some of the ids.
+    # The tokenizer contains all image tokens; the config has only some of their ids.
     texts = RULES[vision.vision_family].token_texts
     if (folder / "tokenizer.json").is_file():
         tokenizer = load_tokenizer(str(folder / "tokenizer.json"), engine="reference")
@@ -497,7 +501,7 @@ def rules_of(
 
 
 def notes_on_rules(processor: FolderRules | None, rules: VisionRules | None) -> list[str]:
-    """Return a message for each unused part of the processor files of a model with a tower."""
+    """Return messages about missing or unused processor files of a model with a vision tower."""
     if processor is None:
         return [
             f"the folder has no {processor_files.IMAGES}: image rules come only from the dataset"
@@ -512,7 +516,7 @@ def notes_on_rules(processor: FolderRules | None, rules: VisionRules | None) -> 
 
 
 def copy_companions(source: Path, folder: Path, without: Sequence[str] = ()) -> None:
-    """Copy the files next to a tokenizer, except those named in `without`."""
+    """Copy the files that accompany a tokenizer, except those in `without`."""
     for name in _COMPANIONS:
         if name not in without and (source / name).is_file():
             hf_files.copy_file(source / name, folder / name)
@@ -534,14 +538,14 @@ def model_dtype(source: Source) -> str:
     dtype = str(one_dtype(source)).removeprefix("torch.")
     if dtype not in _DTYPES:
         raise ValueError(
-            f"the weights are {dtype}, megacp supports {', '.join(_DTYPES)}: choose one with "
+            f"the weights are {dtype}, but megacp supports {', '.join(_DTYPES)}: choose one with "
             "--dtype"
         )
     return dtype
 
 
 def keep_generation(loaded: Loaded, folder: Path) -> None:
-    """Copy a folder's generation settings, or write the special ids of its config."""
+    """Copy a folder's generation settings, or write the special-token ids of its config."""
     given = loaded.folder / GENERATION
     if given.is_file():
         read_generation(given)  # refuses an invalid file now, not at the export
@@ -558,7 +562,7 @@ def keep_generation(loaded: Loaded, folder: Path) -> None:
 
 
 def copy_tokenizer(loaded: Loaded, folder: Path) -> str:
-    """Copy a folder's tokenizer; return its hash as stored by a run ("" without a tokenizer)."""
+    """Copy a folder's tokenizer; return the hash that a run stores ("" without a tokenizer)."""
     names = tokenizer_files(loaded.folder)
     if not names:
         return ""
@@ -574,8 +578,8 @@ def copy_tokenizer(loaded: Loaded, folder: Path) -> str:
     rows = loaded.config.model.embedding_rows
     if tokenizer.vocab_size > rows:
         raise ValueError(
-            f"{loaded.folder}: the tokenizer has {tokenizer.vocab_size} ids, the model has {rows} "
-            "rows"
+            f"{loaded.folder}: the tokenizer has {tokenizer.vocab_size} ids, but the embedding has "
+            f"{rows} rows"
         )
     return tokenizer.sha256
 
@@ -583,23 +587,23 @@ def copy_tokenizer(loaded: Loaded, folder: Path) -> str:
 def refuse_embedded_adapter(path: Path, applied: Path | None = None) -> None:
     """Raise ValueError if a model's folder has an adapter other than `applied`.
 
-    The library would apply it without being asked to.
+    The library would apply it automatically.
     """
     if not os.path.lexists(path / ADAPTER_CONFIG):
         return
-    # --load-adapter names this folder: the adapter is applied.
+    # If --load-adapter is this folder, the adapter is applied.
     if applied is not None and applied.exists() and applied.samefile(path):
         return
     raise ValueError(
-        f"the folder has a model and an adapter ({ADAPTER_CONFIG}), which the transformers library "
-        f"applies: use --load-hf and --load-adapter {path} to continue training the adapter, "
+        f"the folder has a model and an adapter ({ADAPTER_CONFIG}), which transformers would apply "
+        f"automatically: use --load-hf and --load-adapter {path} to continue training the adapter, "
         "merge it into the weights (peft: merge_and_unload), or move the adapter's files to "
         "another folder"
     )
 
 
 def refuse_other_input(path: Path, kind: str) -> None:
-    """Raise ValueError if `path` is not a folder of this kind (`hf`, `megacp`); name its kind."""
+    """Raise ValueError if `path` is not a folder of this kind (`hf` or `megacp`)."""
     if not path.exists():
         raise ValueError("the folder does not exist")
     if not path.is_dir():

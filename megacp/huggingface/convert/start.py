@@ -1,9 +1,9 @@
-"""Training from a Hugging Face folder: its model as flags, its weights with our names, and its
-tokenizer.
+"""Starts training from a Hugging Face folder: reads its model as flags, its weights with our names,
+and its tokenizer.
 
-Tokenizer and generation settings are stored next to the run's checkpoints, where an export finds
-them. A text model may get a vision tower: the tower of a Molmo2 folder or a new one. A tied head
-then becomes a copy of the embedding.
+The tokenizer and the generation settings are stored next to the run's checkpoints, where an export
+finds them. A vision tower can be added to a text model, either from a Molmo2 folder or a new one. A
+tied head then becomes a copy of the embedding.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ ADAPTER_FILES = (ADAPTER_CONFIG, "adapter_model.safetensors")
 
 
 class Together:
-    """Tensors of several sources under our names.
+    """Tensors of several sources with our names.
 
-    `places` has for each of our names the source and the tensor's name there.
+    `places` maps each of our names to a source and the tensor's name in that source.
     """
 
     def __init__(self, places: Mapping[str, tuple[Source, str]]) -> None:
@@ -79,15 +79,16 @@ def with_tower(
         )
     if tower is not None and tower.family is not giver:
         raise ValueError(
-            f"--vision-from-hf {tower.folder} is a {tower.family.name}; use a {giver.name}"
+            f"--vision-from-hf {tower.folder} is a {tower.family.name} model; use a "
+            f"{giver.name} model"
         )
     if tower is None and not config.vision.vision_num_layers:
         raise ValueError(
-            "--vision-from-hf none creates a new tower; set its --vision-num-layers, for example 25"
+            "--vision-from-hf none creates a new tower; set --vision-num-layers, for example to 25"
         )
     if tower is None and config.vision.vision_family != giver.name:
         raise ValueError(
-            f"--vision-from-hf none creates a tower of {giver.name}, but --vision-family is "
+            f"--vision-from-hf none creates a {giver.name} tower, but --vision-family is "
             f"{config.vision.vision_family}"
         )
     # Take all flags of the tower from its folder, or from the command line.
@@ -108,12 +109,12 @@ def with_tower(
     places.setdefault(HEAD, (text.source, EMBEDDING))  # a tied head becomes a copy
     wanted = shapes_of(flatten(whole))
     if tower is not None:
-        # Tensors of the connector whose size depends on another text model do not fit.
+        # Connector tensors whose size depends on the text model fit only if the sizes agree.
         for name, info in tower.source.infos.items():
             is_vision = name.startswith(("vision.", "connector."))
             if is_vision and info.shape == wanted[name]:
                 places[name] = (tower.source, name)
-    # Tensors in no source are initialised; of the embedding only the image tokens' rows.
+    # Missing tensors are initialised; in the embedding, only the rows of the image tokens are.
     new = [name for name in wanted if name not in places]
     known = {EMBEDDING: text.config.model.vocab_size, **dict.fromkeys(new, 0)}
     parts = ["tower and connector"]
@@ -136,7 +137,7 @@ class FolderStart:
     files: Mapping[str, Path] = field(default_factory=dict)
     known_rows: Mapping[str, int] = field(default_factory=dict)
     tower: Loaded | None = None
-    """The folder of --vision-from-hf. Its image tokens have other ids in this model."""
+    """The folder of --vision-from-hf. Its image tokens have different ids in this model."""
 
     @property
     def image_rules(self) -> Mapping[str, Any] | None:
@@ -148,7 +149,7 @@ class FolderStart:
     def image_misfits(self, where: str, image_rules: Mapping[str, Any]) -> list[str]:
         """Return at most one message: how a dataset's image rules differ from the folder's files.
 
-        `where` names the dataset, and `image_rules` are those of its manifest.
+        `where` is the dataset's name in messages, and `image_rules` come from its manifest.
         """
         flag = "--load-hf"
         loaded = self.loaded
@@ -162,21 +163,21 @@ class FolderStart:
         # Compare every rule, so the message can list all differences.
         found = processor.differences(image_rules)
         if self.tower is None and loaded.rules is not None:
-            # With a tower of another folder, image tokens have other ids.
+            # With a tower from another folder, image tokens have different ids.
             given = image_rules.get("token_ids", {})
             for name, i in loaded.rules.token_ids.items():
                 if given.get(name, i) != i:
-                    found.append(f"the id of {name} is {given[name]}, the folder's is {i}")
+                    found.append(f"the id of {name} is {given[name]}, but the folder's is {i}")
         if not found:
             return []
         return [
             f"{where} was built with different image rules from {flag} {loaded.folder}: "
-            f"{'; '.join(found)}. Build it again with the folder's rules (without these flags), or "
-            "write the dataset's numbers into the folder's files"
+            f"{'; '.join(found)}. Rebuild it with the folder's rules (without these flags), or set "
+            "the values in the folder's files to those of the dataset"
         ]
 
     def keep(self, folder: Place) -> None:
-        """Store tokenizer and generation settings next to the run's checkpoints."""
+        """Store the tokenizer and the generation settings next to the run's checkpoints."""
         with tempfile.TemporaryDirectory() as own:
             # Files for a URL are written locally first.
             local = folder if isinstance(folder, Path) else Path(own)
@@ -208,7 +209,7 @@ def _adapter(config: RunConfig, loaded: Loaded, given: Collection[str]) -> Adapt
     pairs_wanted = {kind: wanted.lora_pairs[kind] for kind in lora_kinds(wanted)}
     if pairs_wanted != pairs_of_adapter:
         words = " ".join(f"{flag(name)} {value}" for name, value in adapter.flags.items())
-        raise ValueError(f"--load-adapter {path} has {words}; remove these flags")
+        raise ValueError(f"--load-adapter {path} corresponds to {words}; remove these flags")
     return adapter
 
 
@@ -219,13 +220,13 @@ def open_start(config: RunConfig, given: Collection[str]) -> tuple[RunConfig, Fo
     message. Only headers are read. Raise ValueError for a folder that cannot be used.
     """
     if importlib.util.find_spec("safetensors") is None:
-        raise ValueError("--load-hf requires the package safetensors: pip install 'megacp[hf]'")
+        raise ValueError("--load-hf requires the package safetensors: pip install -e '.[hf]'")
     folder = Path(str(config.checkpoint.load_hf))
     vision = config.checkpoint.vision_from_hf
     applied = config.checkpoint.load_adapter
     loaded = read_hf(folder, "--load-hf", None if applied is None else Path(applied))
     try:
-        # The dtype of a flag has priority, then config.json's for mixed weights, then the weights'.
+        # --dtype has priority, then config.json for mixed weights, then the dtype of the weights.
         chosen = config.training.dtype if "dtype" in given else loaded.settled_dtype
         dtype = chosen or model_dtype(loaded.source)
         sha256 = ""
@@ -265,7 +266,7 @@ def open_start(config: RunConfig, given: Collection[str]) -> tuple[RunConfig, Fo
     known |= dict.fromkeys(new_pairs, 0)
     tensors = {name: [list(info.shape), str(info.dtype)] for name, info in source.infos.items()}
     rules = loaded.rules.to_dict() if loaded.rules is not None else None
-    # Ranks compare this, to find machines with different copies of the folder.
+    # Ranks compare this fingerprint to find machines with different copies of the folder.
     described = [tensors, flatten(stored), sorted(files), rules]
     fingerprint = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
     start = FolderStart(

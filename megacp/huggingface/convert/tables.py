@@ -1,8 +1,8 @@
-"""Names of a decoder's tensors in the library and in megacp, and the tensors of a model that a
-table of names covers.
+"""The names of a decoder's tensors in the library and in megacp, and the links that a table of
+names gives for a model.
 
-Rows of q and k are in the library's order (rotary embedding by halves), which is also ours; nothing
-is permuted.
+The rows of q and k are in the library's order, in which the rotary embedding pairs the two halves
+of a head. Our order is the same, so nothing is permuted.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from megacp.huggingface.convert.tensors import Link, Named, Shape
 
 # Our names of the two tensors that a model may tie.
 EMBEDDING, HEAD = "embedding.weight", "head.weight"
-# The library's names, and those of a release before its class was in the library.
+# The library's names, and those of a model released before the library had its class.
 NATIVE, RELEASED = "native", "released"
 NAMINGS = (NATIVE, RELEASED)
 # Library name -> our name, or several of our names whose tensors are stacked. `{i}` counts decoder
 # layers, `{v}` layers of a vision tower, `{e}` experts.
 Table = Mapping[str, str | tuple[str, ...]]
 
-# Linears of a layer, whose weight and bias are named alike.
+# Linears of a layer; each entry applies to both weight and bias.
 _LINEARS = {
     "self_attn.q_proj": "attention.q",
     "self_attn.k_proj": "attention.k",
@@ -58,7 +58,7 @@ DECODER: dict[str, str | tuple[str, ...]] = {
 def shapes_of(values: Values) -> dict[str, Shape]:
     """Return the global shapes of a model's tensors by our names, without padding.
 
-    Saved buffers are included, a tied head is not.
+    Saved buffers are included; a tied head is not.
     """
     config = with_values(RunConfig(), values)
     tensors = (*decoder_tensors(config.model), *tower_tensors(config), *connector_tensors(config))
@@ -74,9 +74,9 @@ def shapes_of(values: Values) -> dict[str, Shape]:
 def links_of(
     table: Table, shapes: Mapping[str, Shape], layers: int, tower_layers: int = 0, experts: int = 0
 ) -> list[Link]:
-    """Return the links of a table for each layer and expert.
+    """Return a table's links for each layer and expert.
 
-    A row whose tensors are not in `shapes` is skipped.
+    Rows whose tensors are not in `shapes` are skipped.
     """
     found = []
     for i in range(max(1, layers, tower_layers)):
@@ -95,7 +95,7 @@ def links_of(
                 if not all(name in shapes for name in names):
                     continue
                 parts = tuple(Named(name, shapes[name]) for name in names)
-                # Their tensor is ours, joined along dim 0.
+                # The library's tensor consists of ours, joined along dim 0.
                 rows = sum(part.shape[0] for part in parts)
                 shape = (rows, *parts[0].shape[1:])
                 found.append(Link((Named(theirs.format(i=i, v=i, e=e), shape),), parts))

@@ -1,9 +1,8 @@
-"""Tensors with the names of another model: tables of links, and a view that reads tensors through
-them.
+"""Links between the library's tensors and ours, and views that read tensors through these links.
 
-A link states that some of the library's tensors and some of ours, each joined along dim 0, have the
-same rows. Links cover renaming, fused projections and a split embedding, in both directions.
-Nothing is read before its values are needed.
+A link states that some of the library's tensors, joined along dim 0, have the same rows as some of
+ours, joined alike. Links cover renaming, fused projections and a split embedding, in both
+directions. Tensors are read only when their values are needed.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ import torch
 from megacp.storage.wording import listed
 
 Shape = tuple[int, ...]
-# Ends of names of stacked expert matrices.
+# Suffixes of stacked expert matrices.
 STACKS = (".experts.gate_up_proj", ".experts.down_proj")
-# Ends of names of stacked expert biases.
+# Suffixes of stacked expert biases.
 BIASES = (".experts.gate_up_proj_bias", ".experts.down_proj_bias")
-# Ends of names of tensors that are float32 in a model of any dtype.
+# Suffixes of tensors that are float32 in a model of any dtype.
 WIDE = (".router.correction", ".e_score_correction_bias")
-# Ends of names of packed tensors: numbers of a few bits, and the exponents of their blocks.
+# Suffixes of packed tensors: numbers of a few bits, and the exponents of their blocks.
 PACKED = ("_blocks", "_scales")
 # Number of problems that a message lists.
 _TOLD = 20
@@ -34,7 +33,7 @@ _COMPARED = 16 << 20
 
 @dataclass(frozen=True)
 class Info:
-    """Shape and dtype of a tensor."""
+    """The shape and dtype of a tensor."""
 
     shape: Shape
     dtype: torch.dtype
@@ -42,7 +41,7 @@ class Info:
 
 @dataclass(frozen=True)
 class Named:
-    """Name and shape of a tensor."""
+    """The name and shape of a tensor."""
 
     name: str
     shape: Shape
@@ -50,7 +49,7 @@ class Named:
 
 @dataclass(frozen=True)
 class Link:
-    """Tensors `theirs` and `ours` with the same rows when each are joined along dim 0.
+    """Tensors `theirs` and `ours` that have the same rows when each side is joined along dim 0.
 
     Shapes are global, without padding.
     """
@@ -71,7 +70,7 @@ class Source(Protocol):
 
     @property
     def infos(self) -> Mapping[str, Info]:
-        """Shape and dtype of every tensor, by name."""
+        """The shape and dtype of every tensor, by name."""
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Return rows [start, stop) of a tensor, on the CPU."""
@@ -96,14 +95,15 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 
 def not_finite(name: str, tensor: torch.Tensor) -> str:
-    """Return a phrase with the number of inf and NaN in a tensor; empty if there are none."""
+    """Return a phrase with the number of inf and NaN values; empty if there are none."""
     count = int((~torch.isfinite(tensor)).sum()) if tensor.is_floating_point() else 0
     return f"{name} ({count:,} of {tensor.numel():,})" if count else ""
 
 
 def same_values(source: Source, first: str, second: str) -> bool:
-    """Return whether two tensors have the same numbers, in any dtypes. Only a part of both is in
-    memory at a time.
+    """Return whether two tensors have equal values, even if their dtypes differ.
+
+    Only parts of both tensors are in memory at a time.
     """
     info = source.infos[first]
     if info.shape != source.infos[second].shape or not info.shape:
@@ -124,7 +124,7 @@ def same_values(source: Source, first: str, second: str) -> bool:
 def tensor_problems(
     infos: Mapping[str, Info], wanted: Iterable[Named], ignored: Sequence[str] = ()
 ) -> list[str]:
-    """Return a message for each tensor that is missing, unexpected or of a wrong shape.
+    """Return a message for each tensor that is missing, unexpected or has a wrong shape.
 
     Unexpected tensors are accepted if their name ends with one of `ignored`.
     """
@@ -137,15 +137,15 @@ def tensor_problems(
                 found.append(f"{name} is unexpected")
         elif tuple(info.shape) != shapes[name]:
             found.append(
-                f"{name} has shape {tuple(info.shape)}, the config requires {shapes[name]}"
+                f"{name} has shape {tuple(info.shape)}, but the config requires {shapes[name]}"
             )
     return found
 
 
 class Mapped:
-    """A view of a source with the names of the other side of `links`.
+    """A view of a source with the names on the other side of `links`.
 
-    Rows that are in one tensor are not copied.
+    Rows that come from a single tensor are not copied.
     """
 
     def __init__(self, source: Source, links: Sequence[Link], to_ours: bool) -> None:
@@ -193,15 +193,16 @@ class Mapped:
 
 
 class Joined:
-    """A view of a source whose stacks, `[n, rows, columns]`, become `[n rows, columns]`. The same
-    holds for stacked biases.
+    """A view of a source in which stacks `[n, rows, columns]` become `[n rows, columns]`.
+
+    Stacked biases are joined in the same way.
     """
 
     def __init__(self, source: Source, experts: int = 0) -> None:
         """View `source`, whose stacks must have `experts` matrices; 0 accepts any number.
 
-        Raise ValueError for a stack of another size. Without the check, a stack with twice the
-        matrices of half the rows would have the same joined shape.
+        Raise ValueError for a stack of another size. Without the check, a stack of twice as
+        many matrices with half the rows would have the same joined shape.
         """
         self._source = source
         self.infos: dict[str, Info] = {**source.infos}
@@ -213,8 +214,8 @@ class Joined:
             if is_stack or is_bias:
                 count, self._rows[name], *columns = info.shape
                 if experts and count != experts:
-                    wrong.append(f"{name} has {count} experts, the config requires {experts}")
-                # Matrices of all experts below each other.
+                    wrong.append(f"{name} has {count} experts, but the config requires {experts}")
+                # The matrices of all experts, joined along dim 0.
                 self.infos[name] = Info((count * self._rows[name], *columns), info.dtype)
             elif name.endswith(WIDE):
                 self.infos[name] = Info(info.shape, torch.float32)
@@ -224,7 +225,7 @@ class Joined:
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         if name not in self._rows:
             return self._source.rows(name, start, stop).to(self.infos[name].dtype)
-        # Read the whole matrices that have these rows, and cut them.
+        # Read every matrix that contains some of these rows, and return only the rows.
         rows = self._rows[name]
         first = start // rows
         found = self._source.rows(name, first, -(-stop // rows)).flatten(0, 1)
@@ -232,9 +233,7 @@ class Joined:
 
 
 class Cast:
-    """A view of a source that casts tensors to another dtype, except those that are always
-    float32.
-    """
+    """A view of a source that is cast to a dtype, except tensors that are always float32."""
 
     def __init__(self, source: Source, dtype: torch.dtype) -> None:
         self._source = source
@@ -266,8 +265,9 @@ def in_dtype(source: Source, dtype: torch.dtype | None) -> Source:
 
 
 def dtypes(source: Source) -> dict[torch.dtype, str]:
-    """Return each dtype with the first tensor that has it, without tensors that are always
-    float32.
+    """Return each dtype with the first tensor that has it.
+
+    Tensors that are always float32 are ignored.
     """
     first: dict[torch.dtype, str] = {}
     for name, info in source.infos.items():
@@ -277,8 +277,9 @@ def dtypes(source: Source) -> dict[torch.dtype, str]:
 
 
 def one_dtype(source: Source) -> torch.dtype:
-    """Return the common dtype of all tensors. Raise ValueError with two tensors that differ: a
-    megacp checkpoint has one dtype.
+    """Return the common dtype of all tensors, because a megacp checkpoint has one dtype.
+
+    Raise ValueError with one tensor of each dtype if their dtypes differ.
     """
     first = dtypes(source)
     if len(first) != 1:

@@ -1,6 +1,4 @@
-"""The families of text models without experts: tensor names, default sizes, config fields and the
-families themselves.
-"""
+"""The families of dense text models, with their tensor names, default sizes and config fields."""
 
 from __future__ import annotations
 
@@ -23,15 +21,15 @@ _SLIDING, _FULL = LAYER_TYPES
 _STATE = "linear_attention"
 # Fields that have no effect if `use_sliding_window` is false.
 NO_WINDOW = frozenset({"sliding_window", "max_window_layers"})
-# Fields that are ignored: of the layers for multi-token prediction, which the library skips too,
-# and of a dtype that --dtype sets.
+# Ignored fields: those of multi-token-prediction layers, which the library skips, too, and a dtype
+# that --dtype sets.
 QWEN3_5_SILENT = frozenset(
     {"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype"}
 )
 
 # Tensor names of classes that differ from DECODER.
 
-# OLMo 2 normalises the outputs of attention and MLP, so its norms are one place later.
+# OLMo 2 normalises the outputs of attention and MLP, so its norms come one position later.
 _OLMO2_NORMS = {
     "input_layernorm": "post_attention_layernorm",
     "post_attention_layernorm": "post_feedforward_layernorm",
@@ -153,7 +151,7 @@ _DELTA_SIZES = {
     "linear_value_head_dim": 128,
 }
 
-# Classes with config fields that `Words` cannot read or write.
+# Classes for config fields that `Words` cannot read or write.
 
 
 @dataclass(frozen=True)
@@ -203,12 +201,12 @@ class Gemma3Words(Olmo3Words):
     def from_hf(self, c: ConfigJson) -> Values:
         v = super().from_hf(c)
         if not isinstance(c.get("rope_parameters"), dict):
-            # An older config, which has the base of layers with a window in its own field.
+            # Older configs have a separate field for the base of layers with a window.
             v["window_rotary_base"] = c.number("rope_local_base_freq", 1e4, float, 1.0, 1e12)
         c.only(hidden_activation="gelu_pytorch_tanh", use_bidirectional_attention=False)
         c.only(final_logit_softcapping=None, attn_logit_softcapping=None)
-        # Scores are divided by the root of this field.
-        # Embeddings are multiplied by the root of the hidden size.
+        # Scores are divided by the square root of this field.
+        # Embeddings are multiplied by the square root of the hidden size.
         scale = c.number("query_pre_attn_scalar", 256) ** -0.5
         return v | {"softmax_scale": scale, "embedding_multiplier": v["hidden_size"] ** 0.5}
 
@@ -231,7 +229,7 @@ class Qwen35Words(Words):
         c.only(attn_output_gate=True, mlp_only_layers=[])
         gate = c.get("output_gate_type", "silu")
         if gate not in ("silu", "swish"):  # two names of one function
-            c.faults.append(f"output_gate_type is {shown(gate)}, megacp can only express silu")
+            c.faults.append(f"output_gate_type is {shown(gate)}, but megacp can only express silu")
         kinds = c.get("layer_types")
         if not kinds:
             kinds = [_FULL if (i + 1) % every == 0 else _STATE for i in range(layers)]
@@ -243,7 +241,7 @@ class Qwen35Words(Words):
             )
         elif _STATE in kinds:
             full = [kind == _FULL for kind in kinds]
-            # Without a layer with attention there is no pattern, and `[1]` selects all layers.
+            # If no layer has attention, there is no pattern, and `[1]` selects all layers.
             v["linear_attention_freq"] = layer_pattern(full, "01") or "[1]"
         return v | {name: c.number(name, default) for name, default in _DELTA_SIZES.items()}
 

@@ -1,8 +1,8 @@
-"""The text model of a folder whose vision tower megacp does not support: its config and tensors, in
-the form of a text folder.
+"""Extracts the text model from a folder whose vision tower megacp does not support: its config and
+tensors, in the form of a text folder.
 
-A row of `TEXT_PARTS` has the library's defaults for such a class. The tower, the projector and
-their fields are left out. Image tokens stay in the vocabulary as ordinary tokens.
+Each entry of `TEXT_PARTS` has the library's defaults for one such class. The tower, the projector
+and their fields are left out. Image tokens stay in the vocabulary as ordinary tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TEXT_NAMES = (
     ("model.language_model.", "model."),
     ("model.text_model.", "model."),
 )
-# Modules of such folders without the text model.
+# Modules of such folders, except the text model.
 _PARTS = (
     "vision_tower",
     "vision_model",
@@ -36,7 +36,7 @@ _PARTS = (
 )
 # Prefixes of the tensor names of the tower and the projector.
 NOT_TEXT = _PARTS + tuple(f"model.{part}" for part in _PARTS)
-# Config fields about images.
+# Image-related config fields.
 _FIELDS = frozenset(
     {
         # the tower
@@ -76,7 +76,7 @@ _OF_TEXT = frozenset(SIZES) | {
     "sliding_window",
     "layer_types",
 }
-# Files about images.
+# Image processor files.
 PROCESSORS = frozenset(
     {"preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"}
 )
@@ -110,7 +110,7 @@ class TextPart:
 def _of_llava(
     cls: str, text: str = "llama", tied: bool = False, asks_text: bool = False
 ) -> TextPart:
-    """Return a class whose text model has a `model_type` of its own folders."""
+    """Return a class whose text model has the `model_type` of an ordinary text folder."""
     return TextPart(f"{cls}ForConditionalGeneration", text, tied, asks_text)
 
 
@@ -162,7 +162,7 @@ TEXT_PARTS = {
 
 
 def text_content(content: Mapping[str, Any], part: TextPart) -> dict[str, Any]:
-    """Return the config.json of a text folder with the text model of `content`.
+    """Return the config.json of a text folder for the text model in `content`.
 
     Raise ValueError if `text_config` is missing or is not an object.
     """
@@ -238,5 +238,5 @@ def left_out(content: Mapping[str, Any], names: Sequence[str]) -> str:
     """Return a message about the unused part of a folder; `names` are its unused tensors."""
     return (
         f"{content['model_type']}: only the text model is used, without the vision tower and its "
-        f"{len(names)} tensors (images cannot be trained, and an export is a text model)"
+        f"{len(names)} tensors (images cannot be used in training, and an export is a text model)"
     )

@@ -1,6 +1,6 @@
-"""Tokenizer files of a Hugging Face folder, for each kind of tokenizer that a run can have.
+"""Writes the tokenizer files of a Hugging Face folder, for each kind of tokenizer of a run.
 
-A `tokenizer.json` is copied if no image token has to be added. Other kinds are converted to one.
+A `tokenizer.json` is copied if no image tokens must be added. Other kinds are converted to one.
 The result is refused if it changes the ids of a test text. Its class is `PreTrainedTokenizerFast`,
 because the library rebuilds tokenizers of other classes.
 """
@@ -29,7 +29,7 @@ BYTE_EOS = "<|endoftext|>"
 LARGEST = 512 << 20
 # Fields of a tokenizer_config.json with the same meaning for CLASS.
 _KEPT = {"chat_template", "padding_side", "truncation_side", "model_input_names"}
-# Ends of other fields, which name special tokens or control which tokens are added to a text.
+# Suffixes of other fields, which name special tokens or control which tokens a text gets.
 _NAMING = ("_token", "_special_tokens")
 # SentencePiece's character for a space.
 _SPACE = "\u2581"
@@ -43,10 +43,10 @@ class Given:
 
     tokenizer: Tokenizer
     special: Mapping[str, int] = field(default_factory=dict)
-    """Additional tokens that are found in a text, such as those of images: text -> id."""
+    """Additional tokens to be recognised in texts, such as those of images: text -> id."""
     templated: bool = False
-    """Whether a chat template wrote the run's messages. For such a run, words named in the settings
-    are special tokens.
+    """Whether the run's messages were formatted with a chat template. In such a run, the words that
+    the settings name are special tokens.
     """
 
     @property
@@ -55,7 +55,7 @@ class Given:
         return self.tokenizer.files[0]
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text in training."""
+        """Return the ids that a text has in training."""
         return self.tokenizer.encode_reference(text).tolist()
 
     @functools.cached_property
@@ -70,8 +70,8 @@ class Given:
 def _byte_level() -> Any:
     """Return a fast tokenizer whose ids 0..255 are the bytes.
 
-    As in GPT-2, a printable byte is written as its character, any other byte as a character from
-    256 on.
+    As in GPT-2, a printable byte is written as its character, and any other byte as a character
+    with a code point of at least 256.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -275,10 +275,11 @@ def _beginning(text: str | None, i: int) -> dict[str, Any]:
 
 
 def _settings(given: Given) -> dict[str, Any]:
-    """Return the settings next to a tokenizer.json that are exported.
+    """Return the settings to export from the files next to a tokenizer.json.
 
-    The library makes special tokens of the words that they name. A word that is not an added token
-    was ordinary text in training, unless a chat template wrote the messages, and is left out.
+    The library turns the words that they name into special tokens. A word that is not an added
+    token is left out, because it was ordinary text in training; this does not apply to messages
+    that were formatted with a chat template.
     """
 
     def stays(token: Any) -> bool:
@@ -331,14 +332,14 @@ def write_tokenizer(
     assert not wrong, f"tokens did not get their ids: {wrong}"
     config: dict[str, Any] = {"tokenizer_class": CLASS, "clean_up_tokenization_spaces": False}
     config |= {"model_max_length": max_length, "model_input_names": ["input_ids", "attention_mask"]}
-    # Nulls: without these fields the library would use defaults of the class.
+    # Nulls, because without these fields the library would use the defaults of the class.
     config |= dict.fromkeys(("eos_token", "bos_token", "pad_token"))
     if copied:
         config |= _settings(given)
         copy_companions(given.file.parent, folder, without=(OLDER_NAME,))
     for name, i in names.items():
         text = _text_of(tokenizer, i, name)
-        # The end token is always the run's, even none; other tokens may come from the settings.
+        # The end token is always the run's, even None; other tokens may come from the settings.
         if text is not None or name == "eos":
             config[f"{name}_token"] = text
     write_json(folder / "tokenizer_config.json", config)
@@ -364,7 +365,7 @@ def refuse_difference(
     """Raise ValueError with the first text of `probe` whose ids in `encode` differ from the run's.
 
     Texts around added tokens are compared, too. A Unigram model may split a text like `-----` in
-    several ways with the same score. Such a tie is accepted.
+    several ways with equal scores. Such ties are accepted.
     """
     model = spm_model(given.file) if given.tokenizer.kind == "sentencepiece" else None
     symbols = sorted(given.added)
@@ -392,7 +393,7 @@ def refuse_difference(
         pairs = enumerate(zip(expected, found, strict=False))
         first = next((i for i, (a, b) in pairs if a != b), min(len(expected), len(found)))
         raise ValueError(
-            f"the exported tokenizer differs from the original: from token {first} on, "
+            f"the exported tokenizer differs from the original: starting at token {first}, "
             f"{text[:200]!r} gives {found[first : first + 8]} instead of "
             f"{expected[first : first + 8]}"
         )
@@ -405,7 +406,7 @@ def are_tied(model: Any, first: list[int], second: list[int]) -> bool:
     """
     if model.trainer_spec.model_type != 1 or max(first + second) >= len(model.pieces):
         return False
-    # Other pieces than normal ones have no score, so both ways must have the same of them.
+    # Pieces that are not normal have no score, so both ways must contain the same ones.
     if _other_pieces(model, first) != _other_pieces(model, second):
         return False
     score_of_first = _score(model, first)

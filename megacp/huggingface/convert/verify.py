@@ -1,10 +1,11 @@
-"""--verify: compare the written model with its input by tensors, config fields, logits and token
-ids.
+"""Implements --verify: compares the written model with its input by tensors, config fields, logits
+and token ids.
 
-Tensors are compared bit by bit, then the fields of both configs. The library loads its folder, and
-its float32 logits are compared with ours, which finds errors that reader and writer have in common.
-Each row is one document of noise: text, several images, or images with a video. One image would not
-be enough: its order is the same for every plan.
+First, the tensors are compared bit by bit, and then the fields of both configs. Finally, the
+library loads the Hugging Face folder, and its float32 logits are compared with ours. This finds
+errors that the reader and the writer have in common. Each row is one document of random data: text,
+several images, or images with a video. A single image would not be enough, because it has only one
+possible order.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from megacp.training.data.images import joined, position_axes
 from megacp.training.data.vision.molmo2 import Molmo2Rules, frame_layout
 from megacp.training.data.vision.rules import VisionRules
 
-# Accepted difference as a fraction of the largest logit, in float32. A wrong theta exceeds it; a
-# different order of sums is usually far below.
+# Accepted difference as a fraction of the largest logit, in float32. A wrong rotary base
+# exceeds it; a different summation order usually stays far below it.
 _TOLERANCE = 1e-4
 # A difference up to this multiple of our float32 rounding error is accepted, too: the library's
 # error is similar.
@@ -54,7 +55,7 @@ _MEDIA = {
 
 
 def rows_for(config: RunConfig, rules: VisionRules | None) -> dict[str, PackedBatch]:
-    """Return random rows that use all parts of a model.
+    """Return random rows that exercise all parts of a model.
 
     They have text and, for a model with a tower and known `rules`, the images and videos of _MEDIA.
     """
@@ -70,13 +71,13 @@ def rows_for(config: RunConfig, rules: VisionRules | None) -> dict[str, PackedBa
 def _row(
     config: RunConfig, rules: VisionRules | None, count: int, media: Sequence[tuple[int, int]]
 ) -> PackedBatch:
-    """Return a document of noise: `media`, with `count` random tokens between and around them."""
+    """Return a document of `media`, with `count` random tokens between and around them."""
     rng = np.random.default_rng(0)
     images = list(rules.token_ids.values()) if rules is not None else []
     # Random text must not contain tokens of images.
     words = np.setdiff1d(np.arange(config.model.vocab_size), images)
     tokens = [rng.choice(words, count)]
-    span = [np.zeros(count, np.int32)]  # 1 for tokens of an image that see each other
+    span = [np.zeros(count, np.int32)]  # 1 for tokens of an image that attend to each other
     layouts = []
     pixels = []
     sees_all = config.data.image_attention != "causal"
@@ -124,7 +125,7 @@ def tensor_differences(before: Source, after: Source) -> list[str]:
     found = []
     for name in sorted(before.infos.keys() | after.infos.keys()):
         if before.infos.get(name) != after.infos.get(name):
-            found.append(f"{name} is {after.infos.get(name)}, it was {before.infos.get(name)}")
+            found.append(f"{name} is {after.infos.get(name)}, but was {before.infos.get(name)}")
             continue
         first = whole(before, name).contiguous().view(torch.uint8)
         second = whole(after, name).contiguous().view(torch.uint8)
@@ -134,7 +135,7 @@ def tensor_differences(before: Source, after: Source) -> list[str]:
 
 
 def our_logits(config: RunConfig, source: Source, dtype: str = "float32") -> Logits:
-    """Return a function for our model's logits with the weights of `source`, on one process."""
+    """Return a function that computes our model's logits with the weights of `source`."""
     # Leave out the run's device grid and device.
     own = RunConfig(model=config.model, vision=config.vision, data=config.data)
     grid = build_grid(GridShape(), 0)
@@ -153,7 +154,7 @@ def our_logits(config: RunConfig, source: Source, dtype: str = "float32") -> Log
 
 
 def library_logits(folder: Path, cls: str, rounded_to: torch.dtype | None = None) -> Logits:
-    """Return a function for the logits of a folder in the transformers library, in float32.
+    """Return a function that computes the logits of a folder with transformers, in float32.
 
     The weights are first rounded to `rounded_to`, if given. Raise ValueError with missing,
     unexpected or mismatched tensors.
@@ -174,7 +175,7 @@ def library_logits(folder: Path, cls: str, rounded_to: torch.dtype | None = None
         f"{kind}: {in_brief(sorted(map(str, info[kind])))}" for kind in kinds if info.get(kind)
     ]
     if wrong:
-        raise ValueError(f"the transformers library reads {folder} with {'; '.join(wrong)}")
+        raise ValueError(f"transformers loads {folder} with {'; '.join(wrong)}")
     if rounded_to is not None:
         for parameter in model.parameters():
             parameter.data = parameter.data.to(rounded_to).float()
@@ -211,9 +212,9 @@ def library_logits(folder: Path, cls: str, rounded_to: torch.dtype | None = None
 
 
 def logits_of(loaded: Loaded, dtype: torch.dtype | None = None) -> Logits:
-    """Return a function for the logits of a model with weights rounded to `dtype`.
+    """Return a function that computes the logits of a model, with weights rounded to `dtype`.
 
-    A checkpoint is run by megacp, a folder by the library.
+    A checkpoint is run with megacp, a folder with the library.
     """
     if loaded.checkpoint is not None:
         return our_logits(loaded.config, in_dtype(loaded.source, dtype))
@@ -223,7 +224,7 @@ def logits_of(loaded: Loaded, dtype: torch.dtype | None = None) -> Logits:
 def rounding(loaded: Loaded, dtype: torch.dtype | None, row: PackedBatch) -> float:
     """Return the rounding error of our float32 logits, the largest difference from float64.
 
-    It is large where norms divide by small numbers, and depends on the processor's order of sums.
+    It is large if norms divide by small numbers, and depends on the processor's summation order.
     """
     source = in_dtype(loaded.source, dtype)
     narrow = our_logits(loaded.config, source, "float32")(row).double()
@@ -234,7 +235,7 @@ def rounding(loaded: Loaded, dtype: torch.dtype | None, row: PackedBatch) -> flo
 def compare_logits(
     first: Logits, second: Logits, row: PackedBatch, rounded: Callable[[], float] = lambda: 0.0
 ) -> tuple[bool, str]:
-    """Return whether two models agree on a row, and a phrase with the difference of their logits.
+    """Return whether two models agree on a row, and a phrase about the difference in their logits.
 
     `rounded` returns the rounding error; it is called only if the result depends on it.
     """
@@ -275,7 +276,7 @@ def verify_conversion(
         print("verify: all fields of the model are identical to the input")
     if wrong or fields:
         return False
-    # Only equal tensors and fields are worth running.
+    # Logits are compared only if the tensors and fields are equal.
     rows = rows_for(before.config, before.rules)
     if before.config.vision.vision_num_layers and before.rules is None:
         print("verify: images are not compared: the folder has no processor with image rules")
@@ -299,7 +300,7 @@ def verify_conversion(
             tokenizer, lambda text: library.encode(text, add_special_tokens=False), PROBE
         )
         print(
-            f"verify: the library's AutoTokenizer gives {len(PROBE)} texts the same ids as "
+            f"verify: transformers' AutoTokenizer gives {len(PROBE)} texts the same ids as "
             "--tokenizer"
         )
     return all(agrees.values())

@@ -18,7 +18,7 @@ _SLIDING, _FULL = LAYER_TYPES
 
 
 def model_of(values: Values) -> ModelConfig:
-    """Return the decoder that flags describe."""
+    """Return the decoder config for these flags."""
     return with_values(RunConfig(), values).model
 
 
@@ -78,7 +78,7 @@ def sizes_from_hf(
     kinds: Collection[str] = (),
     part: float | None = None,
 ) -> Values:
-    """Return the flags for the fields that the configs of all decoders share.
+    """Return the flags for the config fields that all decoders share.
 
     `section` is the prefix of the fields' names; `theta`, `kinds` and `part` are as in `read_rope`.
     """
@@ -102,7 +102,7 @@ def sizes_from_hf(
         f"{section}num_key_value_heads", groups or heads, null=null_heads
     )
     values["kv_channels"] = c.number(f"{section}head_dim", width or even, null=null_width)
-    # Training takes the model's maximum as its default length.
+    # The model's maximum is the default sequence length of training.
     positions = size("max_position_embeddings")
     values["max_position_embeddings"] = positions
     values["seq_length"] = positions
@@ -116,10 +116,10 @@ def sizes_from_hf(
 
 
 def sizes_to_hf(v: Values, has_head_dim: bool = True) -> Values:
-    """Return the config fields of these flags, the inverse of `sizes_from_hf`.
+    """Return the config fields for these flags; the inverse of `sizes_from_hf`.
 
-    A class without the field (`has_head_dim` false) needs `head_dim` only for heads that are not
-    hidden size / number of heads wide.
+    If the class has no field `head_dim` (`has_head_dim` is false), it is written only if the width
+    of a head differs from hidden size / number of heads.
     """
     model = model_of(v)
     content = {
@@ -145,7 +145,7 @@ def sizes_to_hf(v: Values, has_head_dim: bool = True) -> Values:
 
 @dataclass(frozen=True)
 class Words:
-    """The config fields of a text family in addition to its sizes, and the library's defaults."""
+    """A text family's config fields in addition to its sizes, and the library's defaults."""
 
     sizes: Values = field(default_factory=lambda: SIZES)
     theta: float = 1e4
@@ -163,7 +163,7 @@ class Words:
     """Default for the rotated fraction of each head; None if the class can rotate only whole heads.
     """
     every: int = 4
-    """Every N-th layer has full attention, by default."""
+    """By default, every N-th layer has full attention."""
     has_pattern: bool = False
     """Whether the config may have `sliding_window_pattern`, which sets `every`."""
     fixed: Values = field(default_factory=dict)
@@ -171,7 +171,7 @@ class Words:
     def from_hf(self, c: ConfigJson) -> Values:
         """Return our flags for a config."""
         sizes = sizes_from_hf(c, self.sizes, "", self.theta, self.rope_kinds, self.rotary_part)
-        # First what all models have, then the config's sizes, then what the class fixes.
+        # Later values have priority: common defaults, the config's sizes, then the class's values.
         v = UNWRITTEN | sizes | self.fixed
         v |= self.windows_of(
             c, v["num_layers"], v["max_position_embeddings"], v["window_rotary_base"]
@@ -188,9 +188,10 @@ class Words:
     def windows_of(
         self, c: ConfigJson, layers: int, positions: int, own_rotary: float | None
     ) -> Values:
-        """Return the flags of sliding windows; none if all layers have full attention.
+        """Return the flags for sliding windows; empty if all layers have full attention.
 
-        A window as long as the longest text is ignored unless its layers have their own base.
+        A window that spans the maximum sequence length is ignored unless its layers have their own
+        rotary base.
         """
         on = c.switch(OFF_SWITCH) if self.window == OFF_SWITCH else bool(self.window)
         width = c.get("sliding_window", self.sizes.get("sliding_window")) if on else None
@@ -208,7 +209,7 @@ class Words:
             )
             return {}
         full = [kind == _FULL for kind in types]
-        # Such a window hides nothing, so the model is expressed without it.
+        # A window this wide masks nothing, so the model is expressed without it.
         if all(full) or (width >= positions and own_rotary is None):
             return {}
         return {"window_size": width, "window_attn_skip_freq": layer_pattern(full, "01")}
@@ -228,7 +229,7 @@ class Words:
         return [_SLIDING if (i + 1) % every else _FULL for i in range(layers)]
 
     def to_hf(self, v: Values) -> Values:
-        """Return the config of our flags, the inverse of `from_hf`."""
+        """Return the config for our flags; the inverse of `from_hf`."""
         # Each setting is written only if the class has a field for it.
         content = sizes_to_hf(v, self.head_dim)
         content["tie_word_embeddings"] = not v["untie_embeddings_and_output_weights"]
@@ -264,7 +265,7 @@ def layer_pattern(without: list[bool], digits: str = "10") -> str | None:
     """
     if not any(without):
         return None
-    # The layers before the first one without give N, if the pattern repeats.
+    # If the pattern repeats, the first layer that lacks the feature gives N.
     every = without.index(True) + 1
     if without == [(layer + 1) % every == 0 for layer in range(len(without))]:
         return str(every)
@@ -284,13 +285,13 @@ def expert_pattern(routed: list[bool]) -> str:
 
 
 def resolved(values: Values) -> Values:
-    """Return flags with their effective values: equal models have equal flags.
+    """Return flags with their effective values, so that equal models have equal flags.
 
-    None becomes the number it means, and layers of a vision tower are counted from the front.
+    None becomes the value that it stands for, and vision-tower layers are counted from the front.
     """
     found = dict(values)
     if "num_query_groups" in values:
-        # Numbers of heads and widths have defaults that depend on other flags.
+        # The numbers and widths of heads have defaults that depend on other flags.
         model = model_of(values)
         found |= {"num_query_groups": model.query_groups, "kv_channels": model.head_dim}
         found["softmax_scale"] = model.attention_scale
@@ -309,7 +310,7 @@ def resolved(values: Values) -> Values:
             without = [pattern[i % len(pattern)] for i in range(values["num_layers"])]
             found[name] = layer_pattern(without, digits)
     if values.get("num_experts"):
-        # A width of experts may default to the width of the dense MLP.
+        # The width of experts defaults to the width of the dense MLP.
         routed = routed_layers(values)
         width = model_of(values).expert_hidden_size
         found |= {"moe_layer_freq": expert_pattern(routed), "moe_ffn_hidden_size": width}

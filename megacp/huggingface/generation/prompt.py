@@ -1,8 +1,8 @@
-"""Prompts as tokens with pixels: a record without its last answer, or a text after images.
+"""Builds prompts as tokens and pixels: a record without its last answer, or a text after images.
 
 The parser, image layout, tokenizer calls, collation and decoder are those of training, so a
-question has the same tokens as in training. A question that is one of several branches of its
-record becomes the only branch of its document, and attends to the same tokens as before.
+question has the same tokens as in training. If it is one of several branches of its record, it
+becomes the only branch of its document and attends to the same tokens as before.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Prompt:
     expected: str | None = None
     """The record's answer; None if it has none."""
     images: tuple[str, ...] = ()
-    """The files that the record names, in order."""
+    """The paths of images and videos in the record, in order."""
 
 
 class PromptMaker:
@@ -89,8 +89,7 @@ class PromptMaker:
         self._media = MediaReader(rules, image_root) if rules is not None else None
 
     def of_record(self, record: Any) -> list[Prompt]:
-        """Return the prompts of a record of preprocess_data.py: one per branch, or one for the
-        record.
+        """Return the prompts of a record for preprocess_data.py: one per branch, or one in total.
 
         The prompt ends before the record's last learned text, if there is text before it. If the
         last message is not from the assistant, the header of an assistant message is added. Raise
@@ -110,7 +109,7 @@ class PromptMaker:
         return [self._prompt(rest, None, answer)]
 
     def of_text(self, text: str, media: Sequence[Media] = ()) -> Prompt:
-        """Return a prompt of images and videos, then `text` unchanged.
+        """Return a prompt of images and videos, followed by the unchanged `text`.
 
         Raise RecordError with the `key` of an invalid image or video.
         """
@@ -119,7 +118,7 @@ class PromptMaker:
         return self._prompt(pieces, None, None)
 
     def of_question(self, text: str, media: Sequence[Media] = ()) -> Prompt:
-        """Return a prompt of images and videos, then `text`: a user message in megacp's format.
+        """Return a prompt with a user message in megacp's format: images and videos, then `text`.
 
         Raise RecordError with the `key` of an invalid image or video.
         """
@@ -146,7 +145,7 @@ class PromptMaker:
             parts = [self._media.expand(pieces, {}, items) for pieces in texts]
         elif media:
             raise RecordError(
-                f"`{media[0].key}` is of kind {media[0].kind}, but the checkpoint cannot read "
+                f"`{media[0].key}` has kind {media[0].kind}, but the checkpoint cannot process "
                 "images: it has no image rules"
             )
         document = next(self._maker.encode([parts]))
@@ -170,8 +169,8 @@ class PromptMaker:
 
 
 def _without_answer(pieces: Sequence[SamplePart]) -> tuple[list[SamplePart], str | None]:
-    """Split off the learned texts at the end: return the pieces before them, and their text (None
-    without any).
+    """Split off the learned text at the end: return the pieces before it, and the text (None if
+    there is none).
     """
     # Walk back over the end token and the learned texts.
     rest = list(pieces)
@@ -184,7 +183,7 @@ def _without_answer(pieces: Sequence[SamplePart]) -> tuple[list[SamplePart], str
 
 
 def prompt_pixels(prompts: Sequence[Prompt], rules: VisionRules) -> Pixels:
-    """Return all pixels of a row of these prompts, in the order of its batch."""
+    """Return all pixels of a row with these prompts, in batch order."""
     decoder = RulesDecoder(rules)
     found = []
     units = list(itertools.chain.from_iterable(prompt.encoded for prompt in prompts))
@@ -215,8 +214,7 @@ def prompt_row(
     image_attention: str,
     token_ids: Mapping[str, int],
 ) -> tuple[PackedBatch, np.ndarray]:
-    """Return the row of `prompts`, one document each, with the `answers` so far, and without
-    pixels.
+    """Return a row, without pixels, in which each prompt and its answer so far are one document.
 
     `token_ids` are the image rules' ids. Also return int64 [prompts]: the index of each document's
     last token, which predicts the next token of its answer.

@@ -1,9 +1,9 @@
-"""Generation from a checkpoint on one process: load whole tensors by global name, then continue
-prompts token by token.
+"""Generates text from a checkpoint in one process: loads whole tensors by global name, then
+continues prompts token by token.
 
-The model class is that of training, on a grid of one rank. Each prompt is one document of a row,
-and its images are encoded once. There is no cache of keys and values: every new token recomputes
-the row's text, which is fast enough to try a model but too slow to serve it.
+The model class is the one used in training, on a grid of one rank. Each prompt is one document of a
+row, and its images are encoded once. There is no key-value cache: every new token recomputes the
+row's text, which is fast enough to try a model but too slow to serve it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megacp.training.data.vision.rules import VisionRules
 from megacp.training.loop.state import stored_state
 from megacp.training.loop.stored import stored_config
 
-# Flags that depend on the grid or the device, reset for one process.
+# Flags that depend on the grid or the device, with their values for one process.
 _ONE_PROCESS: dict[str, Value] = {
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
@@ -54,7 +54,7 @@ class Sampling:
     count: int
     """Maximum number of new tokens per answer."""
     temperature: float = 0.0
-    """0 always takes the most likely token."""
+    """0 always selects the most likely token."""
     seed: int = 0
     """Answer i of a call uses the seed `seed + i`, independently of how prompts share rows."""
     ends: tuple[int, ...] = ()
@@ -65,7 +65,7 @@ class Generator:
     """A model loaded from a checkpoint of any device grid."""
 
     def __init__(self, checkpoint: str | Path) -> None:
-        """Load the newest complete checkpoint below `checkpoint`, or the step it names.
+        """Load the newest complete checkpoint below `checkpoint`, or the step at that path.
 
         Raise ValueError if there is none, or if its tensors do not match its config.
         """
@@ -80,7 +80,7 @@ class Generator:
         chunks = build_chunks(self.config, self.grid, drawn=lambda name: False)
         self.model: LanguageModelChunk = chunks[0].eval()
         self.rules: VisionRules | None = None
-        """How images become tokens; None without a vision tower, or if the rules are unknown."""
+        """How images become tokens; None if there is no vision tower or the rules are unknown."""
         if self.progress.image_rules and self.config.vision.vision_num_layers:
             self.rules = rules_from_dict(self.progress.image_rules)
         # Views of the parameters by checkpoint name; a fused parameter has several names.

@@ -15,6 +15,7 @@ from pathlib import PurePosixPath
 from typing import Any
 from urllib.parse import unquote
 
+from megacp.prepare.media.requests import refuse_other_frames, refuse_other_size
 from megacp.prepare.records.documents import Placed, RecordPart
 from megacp.prepare.records.record import Media, RecordError, Rendered, SamplePart
 from megacp.storage.files import TooLargeError, open_below, read_within
@@ -38,6 +39,17 @@ def _climbs(path: str) -> bool:
     while (plain := unquote(path)) != path:
         path = plain
     return _CLIMBS.search(path) is not None
+
+
+def _local_path(value: str) -> str:
+    """Return the path of a file:// URL; return paths and other URLs unchanged."""
+    if not value.startswith("file://"):
+        return value
+    path = value.removeprefix("file://")
+    if path.startswith("localhost/"):
+        path = path.removeprefix("localhost")
+    # Qwen's reader takes the path literally, but other programs write %20 for a blank.
+    return path if os.path.exists(path) else unquote(path)
 
 
 @dataclass(frozen=True)
@@ -144,13 +156,18 @@ class MediaReader:
         data = self._bytes(media, members)
         items.append(data)
         item = len(items) - 1
+        requests = dict(media.requests)
         if media.kind == "image":
             height, width, _ = load_pixels(data, self._rules).shape  # [height, width, 3]
+            refuse_other_size(self._rules, "image", requests, (width, height))
             return [Placed(self._rules.layout_of_image(width, height), item, -1)]
         num_frames, fps = video_info(data, self._rules)
         # Decode every sampled frame now, so that a damaged video fails here and not in training.
         sizes = {frame.shape[1::-1] for frame in video_pixels(data, self._rules)}  # (width, height)
         taken = self._rules.sampled(num_frames, fps)
+        refuse_other_frames(self._rules, requests, num_frames, fps)
+        for size in sizes:
+            refuse_other_size(self._rules, "video", requests, size, len(taken))
         layouts = self._rules.layouts_of_video(taken, fps, sizes)
         parts: list[RecordPart] = []
         for i, (text, layout) in enumerate(layouts):
@@ -185,6 +202,7 @@ class MediaReader:
     def _from_path(self, value: str, kind: str = "image") -> bytes:
         """Read a file by its path below the root or by its URL; raise ImageError if that fails."""
         limit = self._limits[kind]
+        value = _local_path(value)
         is_named = is_url(value)
         outside = f"is a URL or an absolute path; {ALLOWED} and paths below --image-root"
         # An absolute path may name a file below a root directory, but not below a root URL.

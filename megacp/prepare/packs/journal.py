@@ -70,7 +70,7 @@ def prepare_directory(directory: Path, overwrite: bool) -> None:
     Raise ValueError if the path is not a directory, or contains files but not a dataset.
     """
     if directory.exists() and not directory.is_dir():
-        raise ValueError(f"--output {directory} is not a directory")
+        raise ValueError(f"--output {directory} is a file, but a dataset is a new directory")
     directory.mkdir(parents=True, exist_ok=True)
     # A build that was killed before its first unit leaves only these files.
     own = (_LOCK_NAME, ".partial")

@@ -11,13 +11,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TextIO
 
-from megacp.engine.config.training import TrainingConfig
 from megacp.prepare.packs.unit import UnitResult
 from megacp.storage.wording import counted
 from megacp.training.data.manifest import DatasetManifest, answers_told, thoughts_told
 
-# The summary gives the steps of an epoch for the default batch size.
-_BATCH = TrainingConfig.global_batch_size
 # Seconds between two lines if the stream is not a terminal.
 _EVERY_SECONDS = 10.0
 
@@ -84,8 +81,6 @@ class BuildSummary:
     units_resumed: int
     """Number of units that an earlier run finished."""
     tokenizer_engine: str
-    is_valid: bool = False
-    """Whether this is the validation dataset."""
     form_named: bool = False
     """Whether a flag or the tokenizer's folder determines the form of conversations."""
 
@@ -114,7 +109,8 @@ class BuildSummary:
         """Printed summary: contents of the dataset, speed and resumed shards."""
         manifest = self.manifest
         shards = counted(len(self.results), "shard")
-        resumed = f"{self.units_resumed} of {shards} were already built"
+        verb = "was" if 1 in (self.units_resumed, len(self.results)) else "were"
+        resumed = f"{self.units_resumed} of {shards} {verb} already built"
         if manifest is None:
             return (
                 f"{counted(self.documents, 'document')} ({resumed}); {self.seconds:.1f} s; "
@@ -127,10 +123,6 @@ class BuildSummary:
         nothing = ""
         if self.unlearned:
             nothing = f" ({self.unlearned:,} without learned tokens)"
-        steps = ""
-        if not self.is_valid:
-            num_steps = -(-manifest.num_packs // _BATCH)
-            steps = f"; {counted(num_steps, 'step')} of an epoch at --global-batch-size {_BATCH}"
         there = f" ({resumed})" if self.units_resumed else ""
 
         # The maxima avoid divisions by zero.
@@ -140,7 +132,7 @@ class BuildSummary:
             f"{counted(self.documents, 'document')}{nothing}, "
             f"{counted(manifest.num_tokens, 'token')} ({learned:.1%} learned) in "
             f"{counted(manifest.num_packs, 'pack')} of {manifest.seq_length:,} "
-            f"({manifest.packing_efficiency:.2%} full{steps}), "
+            f"({manifest.packing_efficiency:.2%} full), "
         )
         line += (
             f"{manifest.num_rejected:,} rejected; {self.seconds:.1f} s, "

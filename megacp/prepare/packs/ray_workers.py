@@ -52,7 +52,7 @@ def run_on_ray(
         import ray
     except ImportError as error:
         raise ValueError(
-            f"--executor ray needs the package ray ({error}): pip install 'megacp[ray]'"
+            f"--executor ray needs the package ray ({error}): pip install -e '.[ray]'"
         ) from error
     local: dict[str, Any] = {
         "num_cpus": workers,

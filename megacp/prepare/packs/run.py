@@ -30,6 +30,7 @@ from megacp.prepare.packs.settings import HOUSE_FORM, BuildSettings, problems, t
 from megacp.prepare.packs.unit import WINDOW_DOCUMENTS, UnitBuilder, UnitResult, writer_of
 from megacp.prepare.packs.workers import run_tasks
 from megacp.prepare.records.chat_template import ChatTemplate, Template, loaded
+from megacp.prepare.records.indexed import count_empty, input_of, is_index
 from megacp.prepare.records.read import (
     SAMPLED_BYTES,
     Extent,
@@ -74,7 +75,8 @@ def build(
     found: list[str] = []
     for text in settings.input:
         try:
-            found += expanded(text)
+            # a pattern such as x* matches both files of a tokenized dataset
+            found += dict.fromkeys(map(input_of, expanded(text)))
         except ValueError as error:
             raise ValueError(f"--input: {error}") from error
     settings = dataclasses.replace(settings, input=tuple(found))
@@ -98,6 +100,10 @@ def build(
         if len(empty) < len(settings.input):
             for path in empty:
                 stream.write(f"note: --input {path} is empty\n")
+        for path in filter(is_index, settings.input):
+            if count := count_empty(path):
+                what = counted(count, "document")
+                stream.write(f"note: --input {path} has {what} without tokens, left out\n")
         with locked(directory, shared=part is not None):
             return _build(settings, tokenizer, template, stream, part, builds_missing)
     except OSError as error:
@@ -139,9 +145,9 @@ def _build(
     if missing and not builds_missing:
         numbers = listed([unit.index for unit in missing], 20)
         raise ValueError(
-            f"{directory} lacks {len(missing)} of {len(units)} units, {numbers}: run their parts "
-            "again (--units I/N builds the units whose number modulo N is I), or build without "
-            "--units"
+            f"{directory} lacks {len(missing)} of {counted(len(units), 'unit')}, {numbers}: run "
+            "their parts again (--units I/N builds the units whose number modulo N is I), or build "
+            "without --units"
         )
     is_there = part is None and not missing and (directory / MANIFEST_NAME).exists()
     if part is None:
@@ -186,7 +192,6 @@ def _build(
         seconds=time.monotonic() - started,
         units_resumed=len(units) - len(missing),
         tokenizer_engine=tokenizer.engine,
-        is_valid=settings.is_valid,
         form_named=settings.chat_template is not None or tokenizer.asked_as_messages,
     )
 
@@ -288,8 +293,8 @@ def _check_results(
         )
     if settings.max_errors is not None and count > settings.max_errors:
         raise ValueError(
-            f"{count} bad records, more than --max-errors {settings.max_errors}; the last one: "
-            f"{refusals[-1][-1]}"
+            f"{counted(count, 'bad record')}, more than --max-errors {settings.max_errors}; the "
+            f"last one: {refusals[-1][-1]}"
         )
 
 
@@ -312,15 +317,16 @@ def _check_use(settings: BuildSettings, results: Sequence[UnitResult]) -> None:
         )
     if not any(result.entry for result in results):
         refused = _all_refusals(results)
-        example = f"; {refused[0]}" if refused else ""
+        example = f"{len(refused)} refused, the first one: {refused[0]}" if refused else ""
         raise ValueError(
-            f"--input: no usable record in {', '.join(settings.input)} ({len(refused)} refused); "
-            f"no dataset was written{example}"
+            f"--input: no usable record in {', '.join(settings.input)}, so no dataset was written; "
+            f"{example or 'the input has no record at all: check that its files are complete'}"
         )
     if not any(result.learned_tokens for result in results):
         raise ValueError(
             f"--input: {counted(documents, 'document')} without a learned token: no record has "
-            "text of an assistant, or all weights are 0; no dataset was written"
+            "text of an assistant, or all weights are 0; no dataset was written. If answers have "
+            "another role, use --roles assistant=NAME"
         )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import os
 from dataclasses import dataclass, replace
+from typing import Any
 
 from megacp.prepare.media.reader import LARGEST_ITEM, LIMITS
 from megacp.prepare.records.chat_template import ChatTemplate, Template, load_chat_template
@@ -76,6 +77,14 @@ class BuildSettings:
     chat_template_date: str | None = None
     prepend_bos: bool | None = None
     prefix_tree: bool = False
+
+    def __post_init__(self) -> None:
+        """Turn a single text into a tuple, because Python would iterate over its characters."""
+        for name in ("input", "image_urls", "ignore_keys", "context_roles"):
+            value: Any = getattr(self, name)
+            values = [value] if isinstance(value, str | os.PathLike) else value
+            # the dataclass is frozen, so assign through `object`
+            object.__setattr__(self, name, tuple(os.fspath(each) for each in values))
 
     @property
     def bytes_per_unit(self) -> int:

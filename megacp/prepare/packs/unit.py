@@ -76,6 +76,22 @@ class UnitResult:
     """Number of records per form of learned answers; the keys are those in ANSWER_FORMS."""
 
 
+def _way_out(entry: _Entry) -> str:
+    """Return advice on --oversize for the document of an entry that is too long."""
+    if entry.items or len(entry.parts) > 1:
+        return (
+            "use --oversize drop to leave it out (split and truncate only cut documents without "
+            "branches and images)"
+        )
+    # a piece of a conversation may begin in the middle of an answer
+    if entry.forms:
+        return "use --oversize drop to leave it out (split would separate answers and questions)"
+    return (
+        "use --oversize split to cut it into several documents (drop leaves it out, truncate keeps "
+        "its beginning)"
+    )
+
+
 def writer_of(template: Template | None) -> str:
     """Return the fingerprint of the chat template; empty for megacp's own form."""
     return "" if template is None else loaded(template).fingerprint
@@ -177,7 +193,7 @@ class UnitRun:
         with shard_writer as writer:
             for documents in self.documents():
                 for entry, document in documents:
-                    if self._is_kept(entry.place, document):
+                    if self._is_kept(entry, document):
                         window.append((entry, document))
                         self._forms.update(entry.forms)
                         tokens += len(document.tokens)
@@ -299,9 +315,10 @@ class UnitRun:
             self._spool.write(data)
         return parts, tuple(stored)
 
-    def _is_kept(self, place: _Place, document: Document) -> bool:
+    def _is_kept(self, entry: _Entry, document: Document) -> bool:
         """Return whether a document is packed. If not, enter its record as refused or dropped."""
         settings = self._settings
+        place = entry.place
         crops = document.num_crops
         tokens, weights, starts, leaves, units, problem = document
         # Documents with branches or images cannot be cut into pieces.
@@ -321,11 +338,7 @@ class UnitRun:
             self._dropped.append(self._refusal(place, f"{excess}, dropped by --oversize drop"))
             return False
         if excess is not None:
-            self._refuse(
-                place,
-                f"a document of {excess}: raise this limit or use --oversize drop (split and "
-                "truncate only cut documents without branches and images)",
-            )
+            self._refuse(place, f"a document of {excess}: raise this limit, or {_way_out(entry)}")
             return False
         self._documents += 1
         # Truncation can remove all learned tokens of a document.

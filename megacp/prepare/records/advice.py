@@ -257,7 +257,10 @@ def _of_tokens(given: Mapping[str, Any]) -> str:
     # the ids depend on a tokenizer that the record does not name
     if "input_ids" not in given:
         return ""
-    return "`input_ids` are the tokens of some tokenizer, but a build needs the texts themselves"
+    return (
+        "`input_ids` are the tokens of some tokenizer, but a build needs the texts themselves (or "
+        "a tokenized Megatron dataset, .idx)"
+    )
 
 
 def _of_text(given: Mapping[str, Any]) -> str:

@@ -48,6 +48,7 @@ OURS = {
 """Built-in templates by name, for tokenizers without a template or with one that does not mark
 the learned text.
 """
+_TEMPLATE_SUFFIX = ".jinja"
 PLACE = "\ufdd2"
 """Placeholder for a value whose position in a rendering is to be found."""
 _RESERVED = (BLOCK_BEGIN, BLOCK_END, PLACE, *MARK_CHARACTERS)
@@ -307,7 +308,14 @@ class ChatTemplate:
         except TemplateLimitError:
             raise
         except Exception as error:
-            raise RecordError(f"the chat template refuses it: {_one_line(error)}") from error
+            reason = _one_line(error)
+            undefined = re.fullmatch(r"'(\w+)' is undefined", reason)
+            if undefined is not None and undefined[1] in TOKEN_VARIABLES:
+                reason += ": tokenizer_config.json, next to the tokenizer, must name this token"
+            raise RecordError(
+                f"the chat template refuses it: {reason}; change the record, or use another "
+                "--chat-template"
+            ) from error
         return text
 
     def encode(self, text: str) -> tuple[np.ndarray, np.ndarray]:
@@ -362,6 +370,11 @@ def load_chat_template(choice: str, tokenizer: Tokenizer, today: str | None) -> 
     lacks special tokens.
     """
     flag = f"--chat-template {choice}"
+    if choice.endswith(_TEMPLATE_SUFFIX) and not Path(choice).is_file():
+        raise ValueError(
+            f"{flag}: no such file; give the path of a template, a built-in one "
+            f"({', '.join(sorted(OURS))}), or auto for the template in the tokenizer's folder"
+        )
     if tokenizer.kind != "huggingface":
         raise ValueError(
             f"{flag} needs a tokenizer.json: a {tokenizer.kind} tokenizer would encode the "
@@ -370,7 +383,7 @@ def load_chat_template(choice: str, tokenizer: Tokenizer, today: str | None) -> 
     try:
         import jinja2  # noqa: F401
     except ImportError as error:
-        raise ValueError(f"{flag} needs the package jinja2: pip install 'megacp[data]'") from error
+        raise ValueError(f"{flag} needs the package jinja2: pip install -e '.[data]'") from error
     # templates call strftime_now for the current date
     text = _chosen(choice, tokenizer.files[0].parent)
     if "strftime_now" in text and today is None:
@@ -427,7 +440,7 @@ def template_of(
 
 def _chosen(choice: str, folder: Path) -> str:
     """Return the text of a template, given its name or file."""
-    if choice.endswith(".jinja"):
+    if choice.endswith(_TEMPLATE_SUFFIX):
         return read_regular(choice).decode()
     found = templates_of(folder)
     name = "default" if choice == "auto" else choice

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megacp.prepare.records.chat_template import ChatTemplate, Template, loaded
-from megacp.prepare.records.record import Rendered, SamplePart
+from megacp.prepare.records.record import Rendered, SamplePart, Tokenized
 from megacp.prepare.tokenize.tokenizer import Tokenizer
 from megacp.training.data.collate import parents
 from megacp.training.data.tables import token_dtype
@@ -180,6 +180,8 @@ class DocumentMaker:
         """
         if self._template is not None and isinstance(record[0][0], Rendered):
             return _conversation(record, above, loaded(self._template))
+        if isinstance(record[0][0], Tokenized):
+            return self._tokenized(record[0][0])
         stretches: list[list[Stretch]] = []
         for text in record:
             stretches.append([])
@@ -195,6 +197,29 @@ class DocumentMaker:
         if self._first is not None and head is not None and head.ids[0] != self._first[0]:
             stretches[0].insert(0, Stretch(self._first, head.weight))
         return stretches, None
+
+    def _tokenized(self, whole: Tokenized) -> tuple[list[list[Stretch]], str | None]:
+        """Return the tokens of a tokenized document, and a problem with them or None.
+
+        The first and the last token of a document are added unless it already has them.
+        """
+        assert whole.ids is not None, "the reader sets them"
+        ids = whole.ids  # [n]
+        vocab_size = self._tokenizer.vocab_size
+        outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+        if len(outside):
+            number = int(outside[0])
+            return [[]], (
+                f"token {number + 1} of this document has the id {ids[number]}, but the ids of "
+                f"--tokenizer are 0 to {vocab_size - 1}: give the tokenizer with which the dataset "
+                "was tokenized"
+            )
+        stretches = [Stretch(ids, whole.weight)]
+        if self._first is not None and ids[0] != self._first[0]:
+            stretches.insert(0, Stretch(self._first, whole.weight))
+        if self._eod is not None and ids[-1] != self._eod[0]:
+            stretches.append(Stretch(self._eod, whole.weight))
+        return [stretches], None
 
     def _document(
         self, parts: list[list[Stretch]], above: Sequence[int], problem: str | None

@@ -8,6 +8,7 @@ has a loss depends only on its role and its `weight`.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import itertools
 import re
 from collections import Counter
@@ -25,6 +26,7 @@ from megacp.prepare.records.record import (
     LINKS,
     MEDIA_SOURCES,
     MEDIA_TYPES,
+    REQUESTS,
     RecordError,
     RecordRules,
     SamplePart,
@@ -42,6 +44,7 @@ from megacp.prepare.records.turns import (
     messages_at,
     system_text,
 )
+from megacp.storage.wording import counted
 
 # keys of a message that are read without a chat template
 MESSAGE_KEYS = ("role", "content", "weight", "id")
@@ -60,6 +63,10 @@ _SOURCES = (*MEDIA_SOURCES, *MEDIA_TYPES, *LINKS)
 """Keys of a content part that refer to its image or video."""
 IMAGE_AS_TEXT = "<image>"
 """Value of --ignore-keys that keeps placeholders without an image as text."""
+_TAG = re.compile(r"<img>[^<>\n]+</img>")
+"""An image in a text of Qwen-VL's first version: <img>, its path and </img>."""
+TAG_AS_TEXT = "<img>"
+"""Value of --ignore-keys that keeps such an image as text."""
 _ALPACA = (
     "Below is an instruction that describes a task{paired}. Write a response that appropriately "
     "completes the request.\n\n### Instruction:\n{instruction}\n\n{input}### Response:\n"
@@ -107,7 +114,8 @@ def role_and_weight(message: dict[str, Any], where: str, rules: RecordRules) -> 
             f"`{where}.role`: {role!r} is not one of the roles "
             f"{', '.join((*CONTEXT_ROLES, *LEARNED_ROLES))}. "
             f"Use --roles assistant={role} to learn its messages, --roles user={role} if it asks "
-            f"the questions, or --context-roles {role} for any other speaker without loss"
+            f"the questions, --roles tool={role} if it gives the results of tools, or "
+            f"--context-roles {role} for any other speaker without loss"
         )
     if role in LEARNED_ROLES:
         return role, 1.0 if rules.ignore_weights else weight
@@ -124,7 +132,7 @@ def from_messages(talk: Talk, rules: RecordRules) -> list[SamplePart]:
     pieces: list[SamplePart] = []
     for i, (message, where) in enumerate(zip(talk.messages, talk.paths, strict=True)):
         if "content" not in message:
-            hint = ""
+            hint = "; give it a text, or remove the message"
             if "tool_calls" in message:
                 hint = "; only a chat template can write tool calls, so give --chat-template"
             raise RecordError(f"`{where}` has no `content`{hint}")
@@ -184,8 +192,13 @@ def kind_of(part: Any, where: str) -> str:
         return "image"
     if kind not in ("text", *MEDIA_TYPES):
         allowed = f"text (or {', '.join(MEDIA_TYPES)})"
+        # some data sets leave the type out, as the other key says it
+        hint = ""
+        for name in ("text", *MEDIA_TYPES):
+            if kind is None and isinstance(part, dict) and part.get(name) is not None:
+                hint = f' without it; add "type": "{name}" to the part'
         raise RecordError(
-            f"`{where}` must be an object with `type` {allowed}, found {described(part)}"
+            f"`{where}` must be an object with `type` {allowed}, found {described(part)}{hint}"
         )
     return str(kind)
 
@@ -219,7 +232,9 @@ Reader = Callable[[dict[str, Any], Callable[[str], str], RecordRules], Said]
 def plain_text(value: Any, key: str) -> list[SamplePart]:
     """Return a text as one part with loss weight 1. Raise RecordError if it is empty."""
     if not text_at(value, key):
-        raise RecordError(f"`{key}` is empty")
+        raise RecordError(
+            f"`{key}` is empty; remove the record, or use --on-error skip to leave out bad records"
+        )
     return [SamplePart(value, 1.0)]
 
 
@@ -397,6 +412,8 @@ READ_KEYS = tuple(
     )
 )
 """All keys of a record that are read; --columns can rename these."""
+_SPELLED = [key for key in ("text", *itertools.chain(*FORMS)) if key != "content"]
+"""Keys that a record may have in another spelling; `context` is not a misspelled `content`."""
 
 
 def said_by(
@@ -459,6 +476,9 @@ def said_by(
             "records of `instruction` and `output` without `history` and `system`"
         )
 
+    if form or rules.media:
+        _refuse_image_tags(said, given, at(keys[0]), rules)
+
     # add what other keys of the record contribute to it, and note which keys have been read
     # (_copies compares plain strings, so it precedes _with_media, which makes lists of parts)
     if isinstance(said, Talk):
@@ -470,6 +490,11 @@ def said_by(
         if has_template:
             said = _with_tools(said, given)
             read |= {"tools", "chat_template_kwargs"}
+        elif given.get("tools"):
+            raise RecordError(
+                "`tools` would be lost, because only a chat template can write tools; give "
+                "--chat-template, or use --ignore-keys tools to leave it out"
+            )
         elif "chat_template_kwargs" in given:
             # variables without a value change nothing, so they are not lost without a template
             if not any(_objects(given["chat_template_kwargs"]).values()):
@@ -533,9 +558,26 @@ def _no_form(
         f"{key}={name}" for key, name in rules.columns if name not in record and key not in record
     )
     unnamed = f" (--columns {columns}: the record has no such key)" if columns else ""
-    advice = advice_for(given)
+    advice = advice_for(given) or _advice_on_names(given, rules)
     ending = f". {advice}" if advice else ""
     return f"{reason}: {what} needs exactly one of {wanted}, found {found}{unnamed}{ending}"
+
+
+def _advice_on_names(given: dict[str, Any], rules: RecordRules) -> str:
+    """Return advice for a record with almost the right keys; "" if none is known."""
+    if "text" in given and rules.text_key != "text":
+        return f"Leave out --text-key {rules.text_key} to read `text`"
+    for keys in FORMS:
+        there = [key for key in keys if key in given]
+        if there and len(keys) > len(there):
+            missing = next(key for key in keys if key not in given)
+            return f"`{there[0]}` needs `{missing}` next to it; --columns renames a key"
+    # a key that is spelled almost like a known one
+    for key in given:
+        close = difflib.get_close_matches(key.lower(), _SPELLED, 1, 0.8)
+        if close and close[0] != key:
+            return f"Build with --columns {close[0]}={key} if `{key}` means `{close[0]}`"
+    return ""
 
 
 # ---- keys next to a conversation
@@ -656,6 +698,43 @@ def _refuse_empty_places(talk: Talk, media_keys: tuple[str, ...], rules: RecordR
             )
 
 
+def _refuse_image_tags(said: Said, given: dict[str, Any], where: str, rules: RecordRules) -> None:
+    """Raise RecordError for a text that names an image as `<img>a.jpg</img>`.
+
+    `given` is the record, and `where` the path of its first text.
+    """
+    if {TAG_AS_TEXT, "*"} & {*rules.ignore_keys}:
+        return
+    # the texts of a record with their paths
+    texts: list[tuple[str, Any]] = []
+    if isinstance(said, Talk):
+        for message, path in zip(said.messages, said.paths, strict=True):
+            content = message.get("content")
+            parts = content if isinstance(content, list) else [{"text": content}]
+            texts += [(path, part.get("text")) for part in parts if isinstance(part, dict)]
+    else:
+        texts = [(where, piece.text) for piece in said]
+
+    for path, text in texts:
+        if not isinstance(text, str) or (found := _TAG.search(text)) is None:
+            continue
+        key = path.partition("[")[0]
+        turns = given.get(key)
+        # the command works for messages whose contents are texts
+        way = ""
+        if isinstance(turns, list) and isinstance(turns[0], dict):
+            name = "value" if "value" in turns[0] else "content"
+            texts_of = f".{key}[].{name}"
+            way = (
+                f': jq -c \'.images = [{texts_of} | scan("<img>([^<]+)</img>")[]] | {texts_of} '
+                '|= gsub("<img>[^<]+</img>"; "<image>")\' FILE > NEW.jsonl'
+            )
+        raise RecordError(
+            f"`{path}` names an image as {found[0]!r:.100}, but images must be in `images`, with "
+            f"<image> in the text{way}; or use --ignore-keys '{TAG_AS_TEXT}' to learn it as text"
+        )
+
+
 def _objects(value: Any) -> dict[str, Any]:
     """Return the variables for a chat template, decoded if they are a JSON string."""
     if isinstance(value, str) and value.strip():
@@ -756,7 +835,9 @@ def _with_media(
         for part in parts:
             kind = part.get("type") if isinstance(part, dict) else None
             if kind in values and all(part.get(key) is None for key in _SOURCES):
-                yield filled(kind)
+                # keys such as `max_pixels` belong to the image at this place
+                asked = {key: part[key] for key in REQUESTS[kind] if part.get(key) is not None}
+                yield filled(kind) | asked
             elif kind == "text" and isinstance(part.get("text"), str):
                 yield from parts_of_text(part)
             else:
@@ -787,10 +868,13 @@ def _with_media(
         return talk, ()
     # each image needs a placeholder, and each placeholder an image
     for kind, key in keys.items():
-        if places[kind] != len(values[kind]):
+        count = len(values[kind])
+        if places[kind] != count:
+            entries = "1 entry" if count == 1 else f"{count} entries"
             raise RecordError(
-                f"`{key}` has {len(values[kind])} entries, but the messages have {places[kind]} "
-                f"placeholders for them (<{kind}>, or a part of type {kind} without a source)"
+                f"`{key}` has {entries}, but the messages have "
+                f"{counted(places[kind], 'placeholder')} for them (<{kind}>, or a part of type "
+                f"{kind} without a source); each needs one"
             )
     return Talk(messages, talk.paths), tuple(keys.values())
 

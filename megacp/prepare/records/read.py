@@ -3,8 +3,8 @@
 A unit depends only on the files and `unit_bytes`, not on the worker that reads it. A plain JSONL
 file is cut into byte ranges; a line belongs to the range in which it begins. JSON arrays and
 concatenated multi-line objects (as printed by jq) are cut between values. A compressed file or a
-container is a single extent. A bad record becomes a `Refusal` with its file and line, and reading
-continues after it.
+container is a single extent. The documents of a Megatron index are divided like lines. A bad
+record becomes a `Refusal` with its file and line, and reading continues after it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from megacp.prepare.records.contents import content_problem, missing_problem
+from megacp.prepare.records.indexed import (
+    INDEX_SUFFIX,
+    data_of,
+    index_problem,
+    is_index,
+    read_indexed,
+)
 from megacp.prepare.records.plain import read_csv, read_text_file
 from megacp.prepare.records.record import (
     DEFAULT_MAX_RECORD_BYTES,
@@ -30,6 +38,7 @@ from megacp.prepare.records.record import (
     Refusal,
     decode_json,
     json_fault,
+    json_hint,
     of_text,
 )
 from megacp.prepare.records.tables import arrow_module, read_parquet, read_tar
@@ -40,9 +49,11 @@ from megacp.storage.url import Url, is_url
 
 _BLOCK = 1 << 20  # bytes (or characters) per read
 _FORMS = (
-    ".jsonl, .json (lines or one array), each also as .gz or .zst, .parquet, .tar, .csv, .tsv, .txt"
+    ".jsonl, .json (lines or one array), each also as .gz or .zst, .parquet, .tar, .csv, .tsv, "
+    ".txt, .idx (Megatron)"
 )
-_READ_SUFFIXES = (".parquet", ".jsonl", ".json", ".gz", ".zst", ".tar", ".csv", ".tsv", ".txt")
+_TEXTS = (".csv", ".tsv", ".txt")
+_READ_SUFFIXES = (".parquet", ".jsonl", ".json", ".gz", ".zst", ".tar", *_TEXTS, INDEX_SUFFIX)
 # commands that error messages suggest; `_CONVERSIONS` fills in {read} and {part}
 _PANDAS = (
     "python -c \"import pandas; pandas.{read}('{path}').to_json('{stem}.jsonl', "
@@ -152,8 +163,8 @@ def plan_units(paths: Sequence[str], unit_bytes: int) -> list[Unit]:
     """
     extents = []
     for source, path in enumerate(paths):
-        size = size_of(place_of(path))
-        count = -(-size // unit_bytes) if is_plain(path) else 1
+        size = data_size(path)
+        count = -(-size // unit_bytes) if is_plain(path) or is_index(path) else 1
         cuts = [size * i // count for i in range(count + 1)] if count else [0]
         # Lines can be found from any byte, but the beginnings of JSON values only by parsing the
         # file from its start. Move each inner cut to the first value at or after it.
@@ -184,7 +195,12 @@ def is_plain(path: str) -> bool:
 
     Such a file can be cut into byte ranges, and the line of a record follows from its offset.
     """
-    return suffix_of(path) not in (*_COMPRESSED, *_CONTAINERS)
+    return suffix_of(path) not in (*_COMPRESSED, *_CONTAINERS, INDEX_SUFFIX)
+
+
+def data_size(path: str) -> int:
+    """Return the bytes of an input that units divide: for a Megatron index, those of its .bin."""
+    return size_of(place_of(data_of(path) if is_index(path) else path))
 
 
 def _opened(path: str) -> Any:
@@ -244,6 +260,8 @@ def _first_value(text: str, at: int) -> tuple[Any, int]:
 def input_problem(path: str) -> str | None:
     """Return why an input file cannot be opened or is not supported; None if it can be read."""
     try:
+        if is_index(path):
+            return index_problem(path)
         is_folder = Url(path).is_dir() if is_url(path) else os.path.isdir(path)
         if is_folder:
             return _folder_problem(path)
@@ -260,8 +278,10 @@ def input_problem(path: str) -> str | None:
             name = path.rpartition("/")[2] if is_url(path) else path
             way = _CONVERSIONS[suffix].format(path=name, stem=name[: -len(suffix)])
             return f"{path}: this file type is not supported; use {_FORMS}. To convert it: {way}"
+        if not is_url(path):
+            return content_problem(path, _FORMS)
     except FileNotFoundError:
-        return f"no such file: {path}"
+        return f"no such file: {path}" if is_url(path) else missing_problem(path)
     except OSError as error:
         return f"{path} cannot be read: {error.strerror or error}"
     except ValueError as error:  # such as a pipe, which several workers cannot read repeatedly
@@ -298,8 +318,16 @@ def _folder_problem(path: str) -> str:
 def identity(path: str) -> list[Any]:
     """Return name, size and a value that changes with the content of a file.
 
-    The value is the version that the object store reports, or a hash of both ends of the file.
+    The value is the version that the object store reports, or a hash of both ends of the file. A
+    Megatron index is followed by its .bin.
     """
+    if is_index(path):
+        return [*_identity(path), *_identity(data_of(path))]
+    return _identity(path)
+
+
+def _identity(path: str) -> list[Any]:
+    """Return `identity` of a single file."""
     place = place_of(path)
     size = size_of(place)
     if isinstance(place, Url) and (version := place.version()):
@@ -329,6 +357,9 @@ def read_extent(
     if container is not None:
         yield from container(extent.path, max_record_bytes, media)
         return
+    if is_index(extent.path):
+        yield from read_indexed(extent.path, extent.start, extent.stop, max_record_bytes)
+        return
     with _opened(extent.path) as stream:
         # a compressed file is one extent, and its size does not say how much text is in it
         stop = None if suffix in _COMPRESSED else extent.stop
@@ -352,6 +383,9 @@ class LinesBefore:
         self._lines = 0
 
     def __call__(self, extent: Extent) -> int:
+        # the documents of a Megatron index are numbered from its first one
+        if is_index(extent.path):
+            return 0
         if extent.path != self._path or extent.start < self._offset:
             # another file, or an earlier extent: count from the beginning
             self._path = extent.path
@@ -476,6 +510,11 @@ def _read_values(
                     fault = "it is nested too deeply"
                     if isinstance(error, ValueError):
                         fault = json_fault(error)
+                    if isinstance(error, json.JSONDecodeError):
+                        # a record may have many lines, so also show where it is wrong
+                        rest = text[error.pos : error.pos + 30]
+                        place = f"before {rest!r}" if rest else "at the end of the file"
+                        fault += f" {place}{json_hint(text, error.pos)}"
                     if end is None:
                         reason = f"the rest of the {layout.name} cannot be read: {fault}{limit}"
                         yield Refusal(path, line, offset, reason, number)

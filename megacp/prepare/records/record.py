@@ -15,7 +15,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import lru_cache
+from pathlib import PurePath
 from typing import Any
+
+import numpy as np
 
 DEFAULT_MAX_RECORD_BYTES = 64 << 20
 # roles whose messages have a loss
@@ -63,6 +66,10 @@ _TAKEN = (
 """Advice for keys that refer to images or videos."""
 
 
+# files whose records are numbered, and the word for such a record
+_NUMBERED = {".parquet": "row", ".csv": "row", ".tsv": "row", ".idx": "document"}
+
+
 class RecordError(ValueError):
     """Reason why a record cannot be used; the reader adds the file and line."""
 
@@ -85,6 +92,9 @@ class Refusal:
     """
 
     def __str__(self) -> str:
+        # the offset of a row or document is its number
+        if (noun := _NUMBERED.get(PurePath(self.file).suffix)) is not None:
+            return f"{self.file}:{self.line}: {self.reason} ({noun} {self.offset + 1})"
         number = f"record {self.number}, " if self.number else ""
         return f"{self.file}:{self.line}: {self.reason} ({number}byte offset {self.offset})"
 
@@ -151,17 +161,14 @@ def decode_json(line: bytes) -> Any:
     except UnicodeDecodeError as error:
         bad = line[error.start]
         raise RecordError(
-            f"not UTF-8: byte 0x{bad:02x} at column {error.start + 1} of the line"
+            f"not UTF-8: byte 0x{bad:02x} at column {error.start + 1} of the line; convert the "
+            "file, for example from Latin-1: iconv -f ISO-8859-1 -t UTF-8 FILE > NEW.jsonl"
         ) from error
     try:
         return of_text(json.loads(text), text)
     except json.JSONDecodeError as error:
-        hint = ""
-        # a record that a script printed as a Python dict instead of JSON
-        if re.match(r"\s*[\[{]+\s*'", text):
-            hint = "; this looks like a printed Python object: write records with json.dumps"
         raise RecordError(
-            f"invalid JSON: {json_fault(error)} at column {error.colno}{hint}"
+            f"invalid JSON: {json_fault(error)} at column {error.colno}{json_hint(text, error.pos)}"
         ) from error
     except RecursionError as error:
         raise RecordError("invalid JSON: lists or objects are nested too deeply") from error
@@ -177,6 +184,29 @@ def json_fault(error: ValueError) -> str:
         return error.msg.removesuffix(" at")
     # the only other ValueError of the decoder: Python refuses to convert very long integers
     return f"an integer has more than {sys.get_int_max_str_digits():,} digits"
+
+
+def json_hint(text: str, position: int) -> str:
+    """Return advice, after a semicolon, for invalid JSON at a position of a text; "" if unknown."""
+    # a script may print Python objects instead of JSON
+    rest = text[position:]
+    if rest.startswith(("'", "None", "True", "False")):
+        return "; this looks like a printed Python object: write records with json.dumps"
+    before = text[:position].rstrip()
+    if before.endswith(",") and rest[:1] in ("}", "]"):
+        return f"; remove the comma before {rest[0]}"
+    # JSON lines have neither commas between records nor two records in a line
+    if before.endswith("}") and rest.strip() == ",":
+        return "; remove the comma at the end of the line"
+    if before.endswith("}") and rest.startswith("{"):
+        return "; write each record on its own line"
+    # a line of another text, such as CSV
+    if not before and rest[:1] not in ("{", "[", '"', ""):
+        return (
+            f"; it begins with {rest[:40]!r}, but a record must be a JSON object such as "
+            '{"text": "..."}'
+        )
+    return ""
 
 
 def of_text(value: Any, text: str) -> Any:
@@ -326,6 +356,9 @@ def _reason(key: str, ignored: tuple[str, ...], is_number: bool) -> str | None:
 # kinds of media, and keys of a content part for their contents
 MEDIA_TYPES = ("image", "video")
 MEDIA_SOURCES = ("path", "base64", "member", "bytes")
+_SIZES = ("min_pixels", "max_pixels", "resized_width", "resized_height")
+REQUESTS = {"image": _SIZES, "video": (*_SIZES, "fps", "nframes")}
+"""Keys of qwen_vl_utils by which a content part asks for a size or for frames."""
 LINKS = ("url", "image_url")
 """Keys of a content part that give a path, a URL, or the bytes as a data URL."""
 
@@ -341,6 +374,8 @@ class Media:
     value: str | bytes
     key: str
     """Path of the reference in the record, for error messages."""
+    requests: tuple[tuple[str, float], ...] = ()
+    """Pairs of a key in REQUESTS and its value."""
 
 
 @dataclass(frozen=True)
@@ -375,6 +410,14 @@ class Rendered(SamplePart):
     """Ranges of characters (start, stop) of image and video placeholders. The media follow as
     separate parts, in the same order.
     """
+
+
+@dataclass(frozen=True, eq=False)
+class Tokenized(SamplePart):
+    """A whole document that another program has tokenized; `text` is empty."""
+
+    ids: np.ndarray | None = None
+    """int64 [n], n >= 1."""
 
 
 @dataclass(frozen=True)
@@ -420,7 +463,8 @@ def media_at(part: dict[str, Any], kind: str, where: str, rules: RecordRules) ->
             f"{', '.join(given) or 'none'}"
         )
     ((key, value),) = given.items()
-    rules.refuse_lost(part, ("type", key), f"`{where}`")
+    rules.refuse_lost(part, ("type", key, *REQUESTS[kind]), f"`{where}`")
+    requests = _requests_of(part, kind, where, rules)
     # unpack the forms that wrap the value in an object
     where = f"{where}.{key}"
     # OpenAI's form has the URL in an object; `detail` next to it does not change the image
@@ -439,10 +483,39 @@ def media_at(part: dict[str, Any], kind: str, where: str, rules: RecordRules) ->
                 f"`{where}` is {described(value)}, but it must be bytes, which only Parquet has; "
                 "use `base64` in JSON"
             )
-        return Media(kind, key, value, where)
+        return Media(kind, key, value, where, requests)
+    if isinstance(value, list) and kind == "video":
+        raise RecordError(
+            f"`{where}` is a list of frames, but a video must be one file: join the frames, for "
+            "example with ffmpeg, or give each as a part of type image"
+        )
     if not text_at(value, where):
         raise RecordError(f"`{where}` is empty")
     # a data URL contains the bytes themselves
     if value.startswith("data:"):
-        return Media(kind, "base64", value, where)
-    return Media(kind, "path" if key in (kind, *LINKS) else key, value, where)
+        return Media(kind, "base64", value, where, requests)
+    return Media(kind, "path" if key in (kind, *LINKS) else key, value, where, requests)
+
+
+def _requests_of(
+    part: dict[str, Any], kind: str, where: str, rules: RecordRules
+) -> tuple[tuple[str, float], ...]:
+    """Return the size and the frames that a content part asks for, without ignored keys.
+
+    Raise RecordError for a value that is not a number above 0, or for only one of two sides.
+    """
+    found: dict[str, float] = {}
+    for name in REQUESTS[kind]:
+        value = part.get(name)
+        if value is None or name in rules.ignore_keys:
+            continue
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 < value < math.inf:
+            raise RecordError(f"`{where}.{name}` is {described(value)}, but it must be above 0")
+        found[name] = value
+    sides = {"resized_width", "resized_height"} & found.keys()
+    if len(sides) == 1:
+        raise RecordError(
+            f"`{where}` has only `{sides.pop()}`; give both `resized_width` and `resized_height`"
+        )
+    return tuple(found.items())

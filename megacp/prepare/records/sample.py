@@ -26,6 +26,7 @@ from megacp.prepare.records.forms import (
     turn_header,
     weight_of,
 )
+from megacp.prepare.records.indexed import TokenIds
 from megacp.prepare.records.record import (
     LEARNED_ROLES,
     RecordError,
@@ -33,6 +34,7 @@ from megacp.prepare.records.record import (
     Rendered,
     Sample,
     SamplePart,
+    Tokenized,
     described,
 )
 from megacp.prepare.records.turns import are_messages
@@ -61,6 +63,10 @@ def parse_record(
 
     Raise RecordError if the record is invalid.
     """
+    if isinstance(record, TokenIds):
+        if rules.asks:
+            raise RecordError("a tokenized dataset has no prompts; give records with messages")
+        return Sample((Tokenized("", 1.0, ids=record.ids),))
     record = _object(record, rules)
     given = {key for key, value in record.items() if value is not None and value != []}
     given -= {rules.text_key, *rules.ignore_keys}
@@ -91,7 +97,10 @@ def _object(record: Any, rules: RecordRules) -> dict[str, Any]:
     hint = ""
     if isinstance(record, str) and record.lstrip().startswith(("{", "[")):
         hint = " that contains JSON; convert its lines: jq -c fromjson FILE > NEW.jsonl"
-    raise RecordError(f"a record must be a JSON object, found {described(record)}{hint}")
+    raise RecordError(
+        'a record must be a JSON object, such as {"text": "..."} or {"messages": [...]}, found '
+        f"{described(record)}{hint}"
+    )
 
 
 def _together(

@@ -44,7 +44,7 @@ def arrow_module(name: str) -> Any:
         return importlib.import_module(f"pyarrow.{name}" if name else "pyarrow")
     except ImportError as error:
         raise ValueError(
-            "reading tables and .zst needs the package pyarrow: pip install 'megacp[data]'"
+            "reading tables and .zst needs the package pyarrow: pip install -e '.[data]'"
         ) from error
 
 

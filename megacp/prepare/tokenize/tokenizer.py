@@ -13,6 +13,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import itertools
+import re
 import sys
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -392,7 +393,7 @@ def _by_library(folder: Path, engine: str, tokens: set[str]) -> Tokenizer:
         release = importlib.metadata.version("transformers")
     except ImportError as error:
         raise ValueError(
-            f"{begin}; reading them needs transformers: pip install 'megacp[hf]'"
+            f"{begin}; reading them needs transformers: pip install -e '.[hf]'"
         ) from error
     # the conversion depends on all of these files and on the library's version
     names = (*itertools.chain(*FILES), *BESIDE_NAMES)
@@ -463,8 +464,19 @@ def _from_files(specification: str, engine: str) -> Tokenizer:
         paths = [paths[0] / name for name in tokenizer_files(paths[0])]
         if not paths:
             names = ", ".join(" with ".join(names) for names in FILES)
-            raise ValueError(f"--tokenizer {specification}: the folder has none of {names}")
+            raise ValueError(
+                f"--tokenizer {specification}: the folder has none of {names}; copy the files of "
+                "the model's tokenizer into it"
+            )
     kind = tuple(path.suffix for path in paths)
+    # the id of a repository on the Hub, such as Qwen/Qwen3-0.6B
+    is_file = paths[0].suffix in (".model", ".json")
+    if re.fullmatch(r"[\w-]+/[\w.-]+", specification) and not is_file:
+        raise ValueError(
+            f"--tokenizer {specification}: no such folder, and nothing is downloaded. For a model "
+            f"on the Hugging Face Hub, use `hf download {specification} --local-dir "
+            f"{paths[0].name}` and --tokenizer {paths[0].name}"
+        )
     if kind not in ((".model",), (".json",), (".json", ".txt")):
         raise ValueError(
             f"--tokenizer is {specification!r}; use byte | FOLDER of a model | FILE.model "

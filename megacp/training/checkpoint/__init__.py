@@ -1,1 +1,1 @@
-"""Checkpoints: tensors by global names, committed by a rename."""
+"""Checkpoints: tensors under global names, committed with a rename."""

@@ -1,8 +1,8 @@
-"""Whole checkpoints: each rank writes its files, all ranks commit together, and the newest complete
+"""Whole checkpoints: each rank writes its file, all ranks commit together, and the newest complete
 checkpoint is loaded.
 
-A checkpoint appears by one rename after all ranks have written their files. Only the constructor of
-`PendingCheckpoint` and its `commit` communicate, on the caller's thread. Files can therefore be
+A rename makes a checkpoint visible after all ranks have written their files. `PendingCheckpoint`
+communicates only in its constructor and in `commit`, on the caller's thread. Files can therefore be
 written while training continues.
 """
 
@@ -59,20 +59,20 @@ _log = logging.getLogger(__name__)
 _NAMED = 20
 """Maximum number of tensors or files in a message."""
 _REMOVED = (
-    "was removed while it was read (--keep-last of a running job does that): try again with the "
+    "was removed while it was read (perhaps by a running job with --keep-last): try again with the "
     "newest checkpoint"
 )
 
 
 class SaveError(RuntimeError):
-    """A checkpoint could not be written. Every rank raises it, with the reasons of all ranks that
-    failed.
+    """Error for a checkpoint that could not be written. Every rank raises it, with the reasons from
+    all failed ranks.
     """
 
 
 @dataclass(frozen=True)
 class Contents:
-    """The contents of a checkpoint besides its tensors; only rank 0 writes them."""
+    """Contents of a checkpoint other than its tensors; only rank 0 writes them."""
 
     step: int
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -82,11 +82,12 @@ class Contents:
 
 
 class PendingCheckpoint:
-    """A checkpoint between its constructor and `commit`; both are collective over `world`.
+    """Checkpoint that has not been committed. Constructor and `commit` are collective over `world`.
 
     The `boxes` of all ranks together contain each element of each tensor once
-    (`boxes.boxes_to_save`). With `background` they are copied, and a thread writes the copies;
-    otherwise `commit` writes. If the step has been saved already, the name is `step_0000100.2`.
+    (`boxes.boxes_to_save`). With `background`, they are copied, and a thread writes the copies;
+    otherwise, `commit` writes them. If the step has already been saved, the folder is named
+    `step_0000100.2`.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class PendingCheckpoint:
         self._world = world
         self.step = contents.step
         self.notes: list[str] = []
-        """Log lines after `commit`: old checkpoints that could not be removed."""
+        """Log lines from `commit` about old checkpoints that could not be removed."""
         self._outcome: Future[tuple[FileRecord, Stored]] = Future()
         # rank 0 creates the folder and sends its name, which all ranks need for their files
         with self._explained():
@@ -115,7 +116,7 @@ class PendingCheckpoint:
             device = None
             if torch.cuda.is_initialized():
                 torch.cuda.synchronize()
-                # A new thread uses GPU 0 by default; every rank would create a context there.
+                # A new thread uses GPU 0 by default, so every rank would create a context there.
                 device = torch.cuda.current_device()
             threading.Thread(
                 target=self._write, args=(device,), name="megacp save", daemon=True
@@ -132,10 +133,10 @@ class PendingCheckpoint:
         return self._outcome.done() and self._outcome.exception() is not None
 
     def commit(self, keep_last: int = 0) -> Place:
-        """Wait for this rank's files, commit the files of all ranks, and return the directory.
+        """Wait for this rank's file, commit the files of all ranks, and return the directory.
 
-        If `keep_last` > 0, remove older checkpoints until this many are left. Raise SaveError on
-        every rank if anything failed on any rank; committed checkpoints are not changed then.
+        If `keep_last` > 0, remove all but this number of newest checkpoints. If anything fails on
+        any rank, raise SaveError on every rank; committed checkpoints then remain unchanged.
         """
 
         def wait() -> None:
@@ -153,14 +154,14 @@ class PendingCheckpoint:
                 )
         except SaveError:
             if self._world.rank == 0:
-                # If this fails too, the folder has no manifest and does not count as a checkpoint.
+                # If this fails too, the folder lacks a manifest and does not count as a checkpoint.
                 with contextlib.suppress(OSError, ValueError):
                     if isinstance(self._folder, Path):
                         shutil.rmtree(self._folder)
                     else:
                         self._folder.remove_below()
             raise
-        # the new checkpoint is committed: a failure to remove old ones is only a note
+        # the new checkpoint is committed, so failing to remove old ones only results in a note
         self.notes = on_rank_0(self._world, lambda: point_and_prune(final, keep_last), SaveError)
         return final
 
@@ -175,11 +176,11 @@ class PendingCheckpoint:
             ) from why
 
     def _begin(self) -> Place:
-        """Create the folder; rank 0 only."""
-        # fail now rather than after writing gigabytes
-        to_json(self._manifest(0, {}))  # raises if `extra` is not JSON
+        """Create the folder and return it. Only rank 0 calls this."""
+        # fail now, not after writing gigabytes, if `extra` cannot be written as JSON
+        to_json(self._manifest(0, {}))
         if isinstance(self._root, Url):
-            # A store has no rename: a folder becomes a checkpoint when its manifest is written.
+            # A store has no rename; a folder becomes a checkpoint when its manifest is written.
             return self._free_name()
         folder = temporary(self._root / f"step_{self.step:07d}")
         folder.mkdir(parents=True)
@@ -196,9 +197,9 @@ class PendingCheckpoint:
         self._boxes = ()  # free the copies
 
     def _complete(self, of_ranks: list[tuple[FileRecord, Stored]]) -> Place:
-        """Add index, config and manifest to the files of all ranks, and rename a local folder.
+        """Write index, config and manifest, rename a local folder, and return the final folder.
 
-        Rank 0 only.
+        Only rank 0 calls this.
         """
         records = {rank_file(rank): record for rank, (record, _) in enumerate(of_ranks)}
         index = index_of([stored for _, stored in of_ranks]).to_json()
@@ -222,7 +223,7 @@ class PendingCheckpoint:
         return CheckpointManifest(what.step, serial, self._world.size, what.grid, files, what.extra)
 
     def _free_name(self) -> Place:
-        """Return the first name for this step that is free, even of leftovers of a crash."""
+        """Return the first unused folder for this step. Leftovers from a crash count as used."""
         base = f"step_{self.step:07d}"
         name = base
         attempt = 1
@@ -233,7 +234,7 @@ class PendingCheckpoint:
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy in CPU memory. From a GPU, the copy is asynchronous, to pinned memory."""
+    """Return a copy in CPU memory. For a GPU tensor, the copy is asynchronous and pinned."""
     values = tensor.detach()
     on_gpu = tensor.is_cuda
     own = torch.empty(values.shape, dtype=values.dtype, pin_memory=on_gpu)
@@ -242,38 +243,37 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """A verified checkpoint, ready to be read; the same on every rank."""
+    """Verified checkpoint, ready to be read; the same on every rank."""
 
     path: Place
     manifest: CheckpointManifest
     passed_over: tuple[str, ...]
-    """Problems of newer checkpoints that were skipped, one line per file; empty if the newest one
-    is complete.
+    """Problems of skipped newer checkpoints, one line per file; empty if the newest checkpoint is
+    complete.
     """
     config_yaml: str
-    """The resolved config of the run that saved it."""
+    """Resolved config of the run that saved the checkpoint."""
     world: Axis
 
     @property
     def step(self) -> int:
-        """The training step after which it was saved."""
+        """Training step after which the checkpoint was saved."""
         return self.manifest.step
 
     @property
     def extra(self) -> dict[str, Any]:
-        """The JSON state that was saved with it."""
+        """JSON state saved with the checkpoint."""
         return dict(self.manifest.extra)
 
     def payload(self) -> Payload:
-        """Open the tensors of the checkpoint for reading. Raise the same errors as `Payload`."""
+        """Return the checkpoint's tensors, opened for reading. Raise the errors of `Payload`."""
         return Payload(self.path, self.manifest.files)
 
     def read(self, boxes: Sequence[TensorBox]) -> None:
-        """Fill the tensors of `boxes` (`boxes.boxes_to_load`), saved on any grid. Collective.
-
-        Raise ValueError on every rank, before anything is read, if a tensor is missing, has another
-        shape or dtype, or is in the checkpoint but on no rank. The message names these tensors. A
-        kind of tensor that no rank reads may be missing from `boxes`.
+        """Load the tensors of `boxes` (`boxes.boxes_to_load`), saved on any grid. Collective.
+        Before reading, raise ValueError on every rank if a tensor is missing, if its shape or dtype
+        differs, or if the checkpoint has a tensor that no rank needs. The message lists these
+        tensors. All ranks may omit a whole kind of tensors, such as optimizer state.
         """
         opened: list[Payload] = []  # a list, because `check` cannot return a value
 
@@ -298,7 +298,7 @@ class LoadedCheckpoint:
     def _refuse_unused(self, stored: list[str], boxes: Sequence[TensorBox]) -> None:
         """Raise ValueError if the checkpoint has a tensor that no rank reads.
 
-        Such a tensor is accepted if no rank reads any tensor of its kind.
+        Kinds of tensors that no rank reads at all are accepted.
         """
         asked = {box.name for box in boxes}
         device = boxes[0].tensor.device if boxes else "cpu"
@@ -318,9 +318,9 @@ class LoadedCheckpoint:
             )
 
     def whole_tensors(self, kind: str = "model") -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the whole tensors of a kind (`optimizer.exp_avg`), sorted by global name.
+        """Yield the whole tensors of a kind, such as `optimizer.exp_avg`, sorted by global name.
 
-        Only one tensor at a time is in memory, and no communication is needed.
+        Only one tensor is in memory at a time, and no communication is needed.
         """
         with self.reading():
             payload = self.payload()
@@ -332,44 +332,44 @@ class LoadedCheckpoint:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Convert errors of reading this rank's payload to a ValueError with one reason."""
+        """Convert errors while reading this rank's payload to a ValueError with one reason."""
         try:
             yield
         except (OSError, ValueError) as error:
-            # a folder that has disappeared explains any error better than the error itself
+            # if the folder has disappeared, this explains the error better than its own message
             why = f"cannot be read: {reason_of(error)}" if self.path.is_dir() else _REMOVED
             raise ValueError(f"{self.path} {why}") from error
 
 
 def _kind(name: str) -> str:
-    """Return `model` or, for optimizer state, `optimizer.<state>`."""
+    """Return the kind of a tensor: `model` or, for optimizer state, `optimizer.<state>`."""
     # a name such as "model.decoder.weight" or "optimizer.exp_avg.decoder.weight"
     first, second, *_ = name.split(".")
     return f"{first}.{second}" if first == "optimizer" else first
 
 
 def load_checkpoint(path: StrPath | Url, world: Axis, is_shared: bool = False) -> LoadedCheckpoint:
-    """Choose and verify a checkpoint in `path`, a directory of checkpoints or one step directory.
+    """Choose and verify a checkpoint in `path`, and return it. Collective.
 
-    In a directory, `latest` is tried first, then the other checkpoints from the newest to the
-    oldest. Skipped checkpoints are logged and listed in the result. A step directory is loaded or
-    refused. Every file is hashed by one rank per machine, or by one rank in total if all ranks see
-    the same folder (`is_shared`). Collective. Raise ValueError on every rank, naming the damaged
-    files, if no complete checkpoint is left.
+    `path` is a directory of checkpoints or one step directory. In a directory, `latest` is tried
+    first, then the other checkpoints from newest to oldest. Skipped checkpoints are logged and
+    listed in the result. Every file is hashed by one rank per machine or, if all ranks share the
+    folder (`is_shared`), by only one rank. Raise ValueError on every rank, with the names of the
+    damaged files, if no checkpoint is complete.
     """
     root = place_of(path)
     candidates: list[Place] = on_rank_0(world, lambda: _candidates(root), ValueError)
     if not candidates:
         raise ValueError(
             f"--load {root}: there is no committed checkpoint (no step_* folder with a "
-            f"{MANIFEST_FILE})"
+            f"{MANIFEST_FILE}): check the path"
         )
     problems: list[str] = []
-    # Every decision below is made on rank 0 or from gathered results: all ranks load the same.
+    # Every decision below is made on rank 0 or from gathered results, so it is the same everywhere.
     for folder in candidates:
         manifest, config, wrong = on_rank_0(world, partial(_opened, folder), ValueError)
         if manifest is not None:
-            # sorted by size and dealt round-robin, so that each rank hashes about the same amount
+            # sort by size and distribute round-robin, so that each rank hashes a similar amount
             names = sorted(manifest.files, key=lambda name: (-manifest.files[name].size, name))
             if is_shared:
                 sharing = list(range(world.size))
@@ -384,7 +384,7 @@ def load_checkpoint(path: StrPath | Url, world: Axis, is_shared: bool = False) -
                 if world.rank == 0:
                     _log_skipped(problems, folder)
                 return LoadedCheckpoint(folder, manifest, tuple(problems), config, world)
-        # A removed folder looks damaged: give the real reason
+        # A removed folder looks damaged, so report the actual reason.
         if not on_rank_0(world, folder.is_dir, ValueError):
             wrong = [f"{folder} {_REMOVED}"]
         problems += wrong
@@ -392,16 +392,16 @@ def load_checkpoint(path: StrPath | Url, world: Axis, is_shared: bool = False) -
 
 
 def _log_skipped(problems: Sequence[str], folder: Place) -> None:
-    """Warn about each problem of the checkpoints that are newer than `folder`."""
+    """Log a warning for each problem of the skipped checkpoints, which are newer than `folder`."""
     for line in problems:
-        _log.warning("checkpoint skipped, %s is loaded instead: %s", folder, for_terminal(line))
+        _log.warning("skipped a checkpoint; loading %s instead: %s", folder, for_terminal(line))
 
 
 def peek(path: StrPath | Url) -> tuple[Place, CheckpointManifest, str] | None:
     """Return the first step directory that would be loaded, its manifest and its config.
 
-    None if there is none. Only one rank calls it, and no tensors are read. `load_checkpoint` may
-    still skip this checkpoint.
+    Return None if there is none. No tensors are read, so `load_checkpoint` may still find this
+    checkpoint damaged and skip it. A rank may call this function without the other ranks.
     """
     for folder in _candidates(place_of(path)):  # the same order as in `load_checkpoint`
         manifest, config, _ = _opened(folder)
@@ -413,19 +413,20 @@ def peek(path: StrPath | Url) -> tuple[Place, CheckpointManifest, str] | None:
 def _candidates(root: Place) -> list[Place]:
     """Return the step directories to try, in order.
 
-    Directories with damaged manifests come before older complete ones, so that they are reported.
+    Directories with damaged manifests come early, so that they are reported.
     """
     if (root / MANIFEST_FILE).exists() or is_step_name(root.name):
         return [root] if root.is_dir() else []
     whole, damaged = step_folders(root)
-    # sorting is stable: `latest` comes first, and the order of the remaining ones is kept
+    # sorting is stable: `latest` comes first, and the others keep their order
     latest = root / (latest_of(root) or "")
     return sorted([*damaged, *whole], key=lambda folder: folder != latest)
 
 
 def _opened(folder: Place) -> tuple[CheckpointManifest | None, str, list[str]]:
-    """Return the manifest and the config of a checkpoint; None and the problems if one of them is
-    damaged.
+    """Return the manifest, the config and the problems of a checkpoint.
+
+    If there are problems, the manifest is None and the config is "".
     """
     try:
         manifest = read_manifest(folder)
@@ -433,7 +434,7 @@ def _opened(folder: Place) -> tuple[CheckpointManifest | None, str, list[str]]:
         if wrong:
             return None, "", wrong
         return manifest, read_content(folder / CONFIG_FILE).decode(), []
-    except UnreachableError:  # not a problem of this checkpoint: do not use an older one
+    except UnreachableError:  # this does not mean that an older checkpoint should be used
         raise
     except (OSError, ValueError) as error:
         return None, "", [str(error)]

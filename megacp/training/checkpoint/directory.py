@@ -1,14 +1,14 @@
-"""A directory of checkpoints: names, manifests, `latest`, and the lock of the run that writes.
+"""Directory of checkpoints: names, manifests, `latest`, and the lock of the run that saves there.
 
     DIRECTORY/latest                  name of the last committed checkpoint
     DIRECTORY/step_0000100/           manifest.json, config.yaml, index.json,
                                       rank_00000.safetensors, ...
-    DIRECTORY/step_0000100.tmp-*/     being written or deleted, or left by a crash: never read
-    DIRECTORY/lock                    locked by the run that writes here
+    DIRECTORY/step_0000100.tmp-*/     being written or deleted, or left by a crash; never read
+    DIRECTORY/lock                    locked by the run that saves here
 
-A name without `.tmp-` is only given by renaming a complete folder. An object store has no rename.
-There, a step is complete if it has a manifest, which is written last and removed first. An object
-store has no lock.
+A folder gets a name without `.tmp-` only by a rename when it is complete. An object store has
+neither renames nor locks. There, a step is complete if it has a manifest, which is written last and
+removed first.
 """
 
 from __future__ import annotations
@@ -49,22 +49,22 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class CheckpointManifest:
-    """Content of `manifest.json`: the checkpoint's origin, and the size and hash of its files."""
+    """Contents of `manifest.json`: the checkpoint's origin, and the size and hash of its files."""
 
     step: int
     serial: int
-    """Number of the checkpoint in its directory: the newest one has the highest."""
+    """Number of the checkpoint in its directory. The newest checkpoint has the highest number."""
     world_size: int
-    """Number of ranks that wrote it."""
+    """Number of ranks that wrote the checkpoint."""
     grid: Mapping[str, int]
-    """Sizes of their axes; only for the reader's information."""
+    """Sizes of the ranks' grid axes, only for human readers."""
     files: Mapping[str, FileRecord]
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Small JSON state: consumed samples, optimizer updates, seed."""
+    """Small JSON state, such as consumed samples, optimizer updates and seed."""
 
 
 def checksum_of(content: Mapping[str, Any]) -> str:
-    """Return the sha256 of the content as canonical JSON."""
+    """Return the sha256 of `content` as canonical JSON."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -75,14 +75,14 @@ def to_json(manifest: CheckpointManifest) -> str:
     """
     content = json.loads(json.dumps({"format": FORMAT, **asdict(manifest)}, allow_nan=False))
     content["checksum"] = checksum_of(content)
-    # no newline at the end: a file that lost its last byte is then not valid JSON
+    # without a newline at the end, a file that has lost its last byte is not valid JSON
     return json.dumps(content, indent=1)
 
 
 def read_manifest(folder: Place) -> CheckpointManifest:
-    """Read and check `manifest.json`.
+    """Return the checked contents of a folder's `manifest.json`.
 
-    Raise ValueError, naming the file, if it is missing or damaged, and UnreachableError if the
+    Raise ValueError that names the file if it is missing or damaged, and UnreachableError if the
     store cannot be reached.
     """
     path = folder / MANIFEST_FILE
@@ -95,23 +95,23 @@ def read_manifest(folder: Place) -> CheckpointManifest:
         if form != FORMAT:
             raise ValueError(f"it has format {form}, but this version reads format {FORMAT}")
         records = {name: FileRecord(**record) for name, record in content.pop("files").items()}
-        # a damaged or malicious manifest must not lead to files elsewhere
+        # a damaged or malicious manifest must not refer to files in other folders
         outside = [name for name in records if Path(name).name != name]
         if outside:
-            raise ValueError(f"it names {outside[0][:100]!r}, which is not a file of its folder")
+            raise ValueError(f"it lists {outside[0][:100]!r}, which is not a file in its folder")
         return CheckpointManifest(files=records, **content)
-    except UnreachableError:  # not a problem of this checkpoint: do not use an older one
+    except UnreachableError:  # this does not mean that an older checkpoint should be used
         raise
     except OSError as error:
         raise ValueError(
-            f"{path} cannot be read, the save may be incomplete: {error.strerror}"
+            f"{path} cannot be read, perhaps because the save is incomplete: {error.strerror}"
         ) from error
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {type(error).__name__} {error}") from error
 
 
 def damage(folder: Place, records: Mapping[str, FileRecord], names: Iterable[str]) -> list[str]:
-    """Return the problems of these files of a checkpoint.
+    """Return the problems of the files `names` in a checkpoint.
 
     Raise UnreachableError if the store cannot be reached.
     """
@@ -121,7 +121,7 @@ def damage(folder: Place, records: Mapping[str, FileRecord], names: Iterable[str
             _, digest = digest_of(folder / name, records[name].size)
             if digest != records[name].sha256:
                 problems.append(
-                    f"{folder / name} is damaged: its sha256 is not the one in the manifest"
+                    f"{folder / name} is damaged: its sha256 differs from the manifest's"
                 )
         except UnreachableError:
             raise
@@ -138,19 +138,19 @@ def is_step_name(name: str) -> bool:
 
 
 def temporary(folder: Path) -> Path:
-    """Return a new name next to `folder` that is never taken for a checkpoint."""
+    """Return a new path next to `folder` with a name that never counts as a checkpoint."""
     return folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(4)}")
 
 
 def step_folders(directory: Place) -> tuple[list[Place], list[Place]]:
-    """Return the step directories with a valid manifest, newest first, and those without one."""
+    """Return step directories with a valid manifest, newest first, and those without one."""
     serials: dict[Place, int] = {}
     damaged: list[Place] = []
     for folder in folders_in(directory):
         if is_step_name(folder.name):  # not a temporary name
             try:
                 serials[folder] = read_manifest(folder).serial
-            except UnreachableError:  # not a reason to resume from an older checkpoint
+            except UnreachableError:  # this does not mean that an older checkpoint should be used
                 raise
             except ValueError:
                 damaged.append(folder)
@@ -158,7 +158,7 @@ def step_folders(directory: Place) -> tuple[list[Place], list[Place]]:
 
 
 def committed(directory: StrPath | Url) -> list[Place]:
-    """Return the committed step directories below `directory`, newest first.
+    """Return the committed step directories in `directory`, newest first.
 
     Their tensors are not verified.
     """
@@ -166,10 +166,10 @@ def committed(directory: StrPath | Url) -> list[Place]:
 
 
 def holds_checkpoints(directory: StrPath | Url) -> bool:
-    """Return whether a checkpoint has ever been committed here, even if it is damaged now.
+    """Return whether a checkpoint has ever been committed here, even if it is now damaged.
 
-    In a store, a step without a manifest does not count: it is left by a first save that was
-    interrupted. `latest` exists there after the first commit.
+    In an object store, a step without a manifest does not count, because an interrupted first save
+    leaves one. After the first commit, `latest` exists there.
     """
     root = place_of(directory)
     whole, damaged = step_folders(root)
@@ -186,17 +186,17 @@ def latest_of(directory: Place) -> str | None:
     except UnreachableError:
         raise
     except (OSError, ValueError):
-        return None  # only a hint is lost: manifests also give the order
+        return None  # `latest` is only a hint: manifests also determine the order
     return name if is_step_name(name) else None
 
 
 def point_and_prune(final: Place, keep_last: int) -> list[str]:
-    """Update `latest`, and if `keep_last` > 0, remove older checkpoints until this many are left.
+    """Update `latest` and, if `keep_last` > 0, remove all but this number of newest checkpoints.
 
     Return messages about folders that could not be removed. Raise OSError only if `latest` cannot
     be written.
     """
-    # a reader sees either the old name or the new one, never a part
+    # the write is atomic: readers get either the old or the new name
     latest = final.parent / LATEST_FILE
     content = f"{final.name}\n".encode()
     if isinstance(latest, Url):
@@ -208,15 +208,15 @@ def point_and_prune(final: Place, keep_last: int) -> list[str]:
         older = [folder for folder in committed(final.parent) if folder != final]
     notes = []
     for folder in older[keep_last - 1 :]:
-        # First make the folder incomplete, so that a half-deleted one is never loaded.
+        # First make the folder incomplete, so that a half-deleted checkpoint is never loaded.
         try:
-            if isinstance(folder, Url):  # no rename: without its manifest, it is incomplete
+            if isinstance(folder, Url):  # stores have no rename, so remove the manifest first
                 (folder / MANIFEST_FILE).unlink()
                 folder.remove_below()
                 continue
             doomed = temporary(folder)
             files.rename(folder, doomed)
-            if doomed.is_symlink():  # the user has moved the checkpoint: keep its target
+            if doomed.is_symlink():  # the user has moved the checkpoint: keep the target
                 doomed.unlink()
             else:
                 shutil.rmtree(doomed)
@@ -226,12 +226,12 @@ def point_and_prune(final: Place, keep_last: int) -> list[str]:
 
 
 def remove_leftovers(directory: Path | str) -> list[str]:
-    """Remove incomplete checkpoints that crashed runs have left; return messages about them.
+    """Remove incomplete checkpoints left by crashed runs; return messages about them.
 
-    Only the run that holds the lock may call it: an unfinished checkpoint of a live run looks the
-    same.
+    Only the run that holds the lock may call this, because a running job's unfinished checkpoint
+    looks the same.
     """
-    # these names are only given to unfinished or half-deleted checkpoints
+    # only unfinished or half-deleted checkpoints have these names
     left = sorted(path for path in Path(directory).iterdir() if _TEMPORARY.fullmatch(path.name))
     for path in left:
         if path.is_symlink() or not path.is_dir():
@@ -242,31 +242,30 @@ def remove_leftovers(directory: Path | str) -> list[str]:
 
 
 class DirectoryLock:
-    """A POSIX record lock on DIRECTORY/lock, held until `release` or the end of the process (even
-    by kill -9).
+    """POSIX record lock on DIRECTORY/lock, held until `release` or until the process ends.
 
-    A forked child does not inherit it, unlike an `flock`. It works between machines if the file
-    system has locks (NFS with a lock daemon, GPFS, Lustre with `-o flock`). Otherwise `problem` is
-    set, and the run continues. Raise ValueError with the host and process of the owner if another
-    process holds the lock.
+    Even kill -9 releases it. Unlike an `flock`, a forked child does not inherit it. It works across
+    machines if the file system supports locks (NFS with a lock daemon, GPFS, Lustre with
+    `-o flock`). Otherwise, `problem` is set, and the run continues. The constructor raises
+    ValueError with the owner's host and process if another process holds the lock.
     """
 
     def __init__(self, directory: Path | str) -> None:
         path = Path(directory) / LOCK_FILE
         path.parent.mkdir(parents=True, exist_ok=True)
         self.problem: str | None = None
-        """Why the directory is not protected; None if it is."""
+        """Why the directory cannot be locked; None if it is locked."""
         self.owner = f"host {socket.gethostname()}, process {os.getpid()}"
-        """The content of the lock file."""
-        self._descriptor: int | None = None  # the lock lasts as long as it is open
+        """Contents of the lock file."""
+        self._descriptor: int | None = None  # closing it releases the lock
         try:
             self._descriptor = files.lock(path)
         except BlockingIOError as taken:
             content = files.read_regular(path).decode(errors="replace").strip()
             owner = content or "another run"
             raise ValueError(
-                f"--save {directory} is in use by {owner}: choose another directory, or end that "
-                "run"
+                f"--save {directory} is in use by {owner}: choose another directory, or end the "
+                "other run"
             ) from taken
         except files.NoLocksError as error:
             self.problem = (
@@ -274,12 +273,12 @@ class DirectoryLock:
                 "detected"
             )
             return
-        # write the owner through the locked descriptor: closing another one would release the lock
+        # write through the locked descriptor, because closing another one would release the lock
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, self.owner.encode(), 0)
 
     def release(self) -> None:
-        """Release the lock for the next run. It may be called twice."""
+        """Release the lock for the next run. Repeated calls are allowed."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None

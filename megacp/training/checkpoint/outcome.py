@@ -1,4 +1,4 @@
-"""One action on all ranks: all of them succeed, or all raise the same error with all reasons."""
+"""Actions on all ranks: either all ranks succeed, or all raise the same error with all reasons."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def on_all_ranks(world: Axis, action: Callable[[], _T], error: type[Exception]) 
     own: Exception | None = None
     try:
         result = action()
-    except Exception as raised:  # any error, because the other ranks wait for this one's outcome
+    except Exception as raised:  # any error, because the other ranks wait for this rank's outcome
         own = raised
     if isinstance(world, WorldAxis) and world.host is not None:
         _await_files(world.host, error)
     outcome = (result, None if own is None else reason_of(own))
     outcomes = gather_objects(outcome, world)
-    # by reason, so that an error of all ranks is reported once
+    # group by reason, so that an error on all ranks is reported once
     failures: dict[str, list[int]] = {}
     for rank, (_, why) in enumerate(outcomes):
         if why is not None:
@@ -47,10 +47,10 @@ def on_all_ranks(world: Axis, action: Callable[[], _T], error: type[Exception]) 
 
 
 def _await_files(host: HostGroup, error: type[Exception]) -> None:
-    """Wait for ranks that read or write files for longer than the timeout of collectives.
+    """Wait for ranks whose file access may take longer than the timeout of collectives.
 
-    Raise `error`, naming a missing rank, if they take too long. The wait does not use the run's
-    store: it may end with torchrun's agent, while the ranks continue and save.
+    Raise `error`, which names a missing rank, if they take too long. The wait does not use the
+    run's store, which may end with torchrun's agent while the ranks still save.
     """
     begun = time.monotonic()
     try:
@@ -66,15 +66,15 @@ def _await_files(host: HostGroup, error: type[Exception]) -> None:
 
 
 def on_rank_0(world: Axis, action: Callable[[], _T], error: type[Exception]) -> _T:
-    """Run `action` on rank 0; return its result on every rank, or raise `error` on all ranks."""
+    """Run `action` only on rank 0, and return its result or raise `error` on all ranks."""
     result = on_all_ranks(world, lambda: action() if world.rank == 0 else None, error)[0]
     return result  # type: ignore[return-value]  # rank 0 ran the action
 
 
 def sharers(files: Iterable[Place], world: Axis) -> list[int]:
-    """Return the ranks on this machine that see the same local files, including this rank.
+    """Return the ranks on this machine that use the same local files, including this rank.
 
-    The files are compared, not their folder: a container or a bind mount may replace a file in a
+    Files are compared instead of folders: a container or a bind mount may replace a file in a
     folder that two ranks share, and copies of a folder on two disks may have equal inode numbers.
     An inode number together with size and times identifies a file. Files in an object store are the
     same for all ranks.
@@ -91,7 +91,7 @@ def sharers(files: Iterable[Place], world: Axis) -> list[int]:
             found.append("missing")
             continue
         found.append(f"{one.st_dev} {one.st_ino} {one.st_size} {one.st_mtime_ns} {one.st_ctime_ns}")
-    # a hash, because there is one file per rank and all ranks exchange the list
+    # exchange only a hash, because the list has as many files as the run has ranks
     own = hashlib.sha256("\n".join(found).encode()).hexdigest()
     return [rank for rank, other in enumerate(gather_objects(own, world)) if other == own]
 
@@ -99,12 +99,12 @@ def sharers(files: Iterable[Place], world: Axis) -> list[int]:
 def reason_of(error: BaseException) -> str:
     """Return the reason for an error, as text.
 
-    An underlying operating-system error takes precedence: for a full disk, torch's archive writer
-    raises a RuntimeError that only gives a position in the archive.
+    An underlying operating-system error takes precedence: for example, if the disk is full, torch's
+    archive writer raises a RuntimeError that contains only a position in the archive.
     """
     cause: BaseException | None = error if isinstance(error, (OSError, RuntimeError)) else None
     while cause is not None:
-        # errors without a number, such as io.UnsupportedOperation, have only their own message
+        # errors without a number, such as io.UnsupportedOperation, have only a message
         if isinstance(cause, OSError) and cause.errno is not None:
             where = f" {cause.filename}" if cause.filename else ""
             return (

@@ -1,8 +1,8 @@
-"""The tensors of a checkpoint: one safetensors file per rank, and an index of the boxes in them.
+"""Tensors of a checkpoint: one safetensors file per rank, and an index of the boxes in these files.
 
-A rank writes its own boxes and reads the bytes that it needs, without communication. The header and
-the positions in every file follow from the index. Files are read instead of memory-mapped: if a
-mapped file is truncated, the process dies.
+A rank writes its own boxes and reads the bytes that it needs, without communication. The index
+determines the header of every file and the positions of the boxes. Files are not memory-mapped,
+because the process would be killed if a mapped file were truncated.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ STORED_DTYPES = {
     "I64": torch.int64,
     "I32": torch.int32,
 }
-"""The dtypes of checkpoints, by their names in the safetensors format."""
+"""Dtypes in checkpoints, by their names in the safetensors format."""
 _NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
 _PART = 64 << 20
-"""Bytes per write, so that a memory-mapped tensor is never in memory as a whole."""
+"""Bytes per write, so that a memory-mapped tensor is never completely in memory."""
 _SECONDS = 10.0
-"""Seconds to wait for a folder that another machine has just created. Network file systems may show
-it late.
+"""Seconds to wait for a folder that another machine has just created: on network file systems, it
+may appear late.
 """
 
 
@@ -51,8 +51,8 @@ def rank_file(rank: int) -> str:
 def header(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> bytes:
     """Return the header of a safetensors file with these tensors (name, dtype, shape).
 
-    Their values follow in the same order. Give the widest dtypes first: the format allows no gaps,
-    and this order keeps every tensor aligned.
+    The values follow in the same order. Tensors with the widest dtypes should come first: the
+    format does not allow gaps, and this order keeps every tensor aligned.
     """
     content: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begin = 0
@@ -66,20 +66,20 @@ def header(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> bytes:
 
 
 def write_values(stream: BinaryIO, tensor: torch.Tensor) -> None:
-    """Append the values of one tensor on any device."""
+    """Append the values of a tensor, which may be on any device."""
     values = as_bytes(tensor.detach().cpu().contiguous())
-    # a part of a memory-mapped tensor can be dropped from memory once it has been written
+    # the system can drop each part of a memory-mapped tensor from memory after it is written
     for begin in range(0, len(values), _PART):
         stream.write(values[begin : begin + _PART])
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous CPU tensor."""
+    """Return the bytes of a contiguous CPU tensor, without a copy."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 class GlobalTensor(NamedTuple):
-    """Shape and dtype of a tensor in the whole run."""
+    """Shape and dtype of a tensor that ranks may have divided into boxes."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -94,7 +94,7 @@ class StoredBox(NamedTuple):
 
 
 class Position(NamedTuple):
-    """A stored box and the offset of its first byte after the header of its file."""
+    """A stored box, its file, and the offset of its first byte after the file's header."""
 
     file: str
     begin: int
@@ -103,16 +103,16 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True)
 class Index:
-    """The tensors by name, and the boxes of each file in the order they are stored."""
+    """Tensors by name, and the boxes in each file, in stored order."""
 
     tensors: Mapping[str, GlobalTensor]
     files: Mapping[str, Sequence[StoredBox]]
 
     def header(self, file: str) -> bytes:
-        """Return the header that this file must have.
+        """Return the header that `file` must have.
 
-        A box that covers its tensor has the tensor's name. Any other box also has its ranges, such
-        as `name[0:4, 8:16]`.
+        In the header, a box that covers its tensor has the tensor's name. The name of any other box
+        also includes its ranges, as in `name[0:4, 8:16]`.
         """
         entries = []
         for box in self.files[file]:
@@ -127,7 +127,7 @@ class Index:
         return header(entries)
 
     def positions(self) -> Iterator[Position]:
-        """Yield the position of every box of every file."""
+        """Yield the position of every box in every file."""
         for file, boxes in self.files.items():
             begin = 0  # boxes are stored without gaps
             for box in boxes:
@@ -135,7 +135,7 @@ class Index:
                 begin += math.prod(box.extents) * self.tensors[box.name].dtype.itemsize
 
     def to_json(self) -> bytes:
-        """Return the content of the index file."""
+        """Return the contents of the index file."""
         tensors = {}
         for name, (shape, dtype) in self.tensors.items():
             tensors[name] = {"dtype": _NAMES[dtype], "shape": shape}
@@ -144,15 +144,15 @@ class Index:
 
 
 Stored = list[tuple[StoredBox, GlobalTensor]]
-"""The boxes of one file in order, each with its global tensor."""
+"""Boxes of one file in stored order, each with its global tensor."""
 
 
 def write_boxes(folder: Place, rank: int, boxes: Sequence[TensorBox]) -> tuple[FileRecord, Stored]:
-    """Write the file of a rank to a folder shared by all ranks, without communication.
+    """Write a rank's file to a folder shared by all ranks, without communication.
 
-    Return the file's size and hash, and the boxes written.
+    Return the file's size and hash, and the boxes in it.
     """
-    # the widest dtypes first, as `header` needs them; empty boxes are not stored
+    # `header` needs the widest dtypes first; empty boxes are not stored
     filled = [box for box in boxes if box.tensor.numel()]
     filled.sort(key=lambda box: -box.tensor.dtype.itemsize)
     stored: Stored = []
@@ -161,7 +161,7 @@ def write_boxes(folder: Place, rank: int, boxes: Sequence[TensorBox]) -> tuple[F
         stored.append((part, GlobalTensor(box.global_shape, box.tensor.dtype)))
 
     def fill(stream: BinaryIO) -> None:
-        # an index of only this file yields its header
+        # create the header with an index of only this file
         tensors = {part.name: tensor for part, tensor in stored}
         own = Index(tensors, {"": [part for part, _ in stored]})
         stream.write(own.header(""))
@@ -172,20 +172,20 @@ def write_boxes(folder: Place, rank: int, boxes: Sequence[TensorBox]) -> tuple[F
 
 
 def index_of(of_ranks: Sequence[Stored]) -> Index:
-    """Return the index of the files of all ranks.
+    """Return the index for the files of all ranks.
 
-    Raise ValueError unless the boxes of every tensor contain each of its elements once. A wrong
-    `counted` would write a copy twice, or write a parameter on no rank.
+    Raise ValueError unless every tensor's boxes together contain each of its elements once. An
+    error in the choice of boxes would store a copy twice, or not store a parameter at all.
     """
     tensors: dict[str, GlobalTensor] = {}
     boxes: Counter[StoredBox] = Counter()
-    held: Counter[str] = Counter()  # elements of each tensor
+    held: Counter[str] = Counter()  # number of elements found, by tensor
     for box, tensor in itertools.chain.from_iterable(of_ranks):
         if tensors.setdefault(box.name, tensor) != tensor:
-            raise ValueError(f"two boxes disagree on shape or dtype of {box.name}")
+            raise ValueError(f"two boxes disagree on shape or dtype of the tensor {box.name}")
         boxes[box] += 1
         held[box.name] += math.prod(box.extents)
-    # counting elements finds missing parts; comparing boxes finds copies
+    # counting elements reveals missing parts, and counting boxes reveals copies
     wrong = {name for name, (shape, _) in tensors.items() if held[name] != math.prod(shape)}
     wrong |= {box.name for box, count in boxes.items() if count > 1}
     if wrong:
@@ -198,16 +198,16 @@ def index_of(of_ranks: Sequence[Stored]) -> Index:
 
 
 class Payload:
-    """The tensors of a checkpoint, opened for reading.
+    """Tensors of a checkpoint, opened for reading.
 
-    `files` are the records in the manifest; the files have been hashed already. Raise ValueError if
-    the index is damaged or refers to a file that is not in `files`.
+    `files` are the records in the manifest; the files have already been verified. The constructor
+    raises ValueError if the index is damaged or refers to a file that is not in `files`.
     """
 
     def __init__(self, folder: Place, files: Mapping[str, FileRecord]) -> None:
         self._folder = folder
         self._records = files
-        # hash only the index: the other files may be large, and have been hashed before
+        # hash only the index; the other files may be large, and have already been hashed
         wrong = damage(folder, files, [INDEX_FILE])
         if wrong:
             raise ValueError(wrong[0])
@@ -225,15 +225,16 @@ class Payload:
                 ]
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(
-                f"{folder / INDEX_FILE} is damaged: it is not an index: {error}"
+                f"{folder / INDEX_FILE} is damaged: it is not a checkpoint index: {error}"
             ) from error
         unknown = set(boxes) - set(files)
         if unknown:
             raise ValueError(
-                f"{folder / INDEX_FILE} refers to files outside the manifest: {sorted(unknown)[:3]}"
+                f"{folder / INDEX_FILE} refers to files that are not in the manifest: "
+                f"{sorted(unknown)[:3]}"
             )
         self._index = Index(tensors, boxes)
-        # cached, because the converter reads tensor by tensor
+        # cache headers, because the converter reads one tensor at a time
         self._header = functools.cache(self._index.header)
         self._positions: dict[str, list[Position]] = defaultdict(list)
         for position in self._index.positions():
@@ -245,8 +246,9 @@ class Payload:
         return self._index.tensors
 
     def problems(self, boxes: Iterable[TensorBox]) -> list[str]:
-        """Return why these boxes cannot be read, one line per tensor that is missing or differs in
-        shape or dtype.
+        """Return why these boxes cannot be read.
+
+        There is one line per tensor that is missing, or that has a different shape or dtype.
         """
         found: dict[str, str] = {}
         for box in boxes:
@@ -257,16 +259,18 @@ class Payload:
                 found[box.name] = f"{box.name} is not in the checkpoint"
             elif stored != (shape, dtype):
                 was = f"{stored.dtype} {stored.shape}"
-                found[box.name] = f"{box.name} is {was} in the checkpoint, {dtype} {shape} here"
+                found[box.name] = (
+                    f"{box.name} is {was} in the checkpoint, but {dtype} {shape} in this run"
+                )
         return list(found.values())
 
     def read(self, boxes: Iterable[TensorBox]) -> None:
-        """Fill the tensors of the boxes from the files that have a part of them.
+        """Fill the boxes' tensors from all files that contain parts of them.
 
-        `problems` must be empty. Raise ValueError if a file does not match the index, and OSError
-        if it cannot be opened.
+        `problems` must have returned an empty list. Raise ValueError if a file does not match the
+        index, and OSError if it cannot be opened.
         """
-        # Collect the reads first, so that each file is opened once and read from front to back.
+        # Collect the reads first, so that each file is opened once and read from start to end.
         reads: dict[str, list[_Read]] = defaultdict(list)
         for box in boxes:
             if not box.tensor.numel():
@@ -279,13 +283,13 @@ class Payload:
                     found += math.prod(read.extents)
             if found != box.tensor.numel():
                 raise ValueError(
-                    f"the checkpoint index does not cover {box.name}: {found} elements found"
+                    f"the checkpoint index does not cover {box.name}: found {found} of its elements"
                 )
         for file, of_file in sorted(reads.items()):
             path = self._folder / file
             expected = self._header(file)
             with open_stream(path, self._records[file].size) as stream:
-                # the header proves that the file has these tensors in this order
+                # a matching header ensures that the file has these tensors in this order
                 if stream.read(len(expected)) != expected:
                     raise ValueError(f"{path} does not contain the tensors listed in {INDEX_FILE}")
                 for read in sorted(of_file, key=lambda read: read.position.begin):
@@ -301,12 +305,12 @@ class Payload:
 
 
 class _Read(NamedTuple):
-    """The elements that a stored box and a wanted one share."""
+    """The elements that a stored box and a wanted box share."""
 
     position: Position
     wanted: TensorBox
     offsets: tuple[int, ...]
-    """Coordinates of its first element in the global tensor."""
+    """Coordinates of the first shared element in the global tensor."""
     extents: tuple[int, ...]
 
 
@@ -328,8 +332,8 @@ def _overlap(position: Position, wanted: TensorBox) -> _Read | None:
 def _fill(stream: BufferedReader, begin: int, read: _Read, path: Place) -> None:
     """Copy the shared elements from a file to the wanted tensor.
 
-    The file's values begin at byte `begin`. All bytes from the first shared element to the last one
-    are read at once.
+    The file's values begin at byte `begin`. All bytes from the first to the last shared element are
+    read at once.
     """
     _, start, stored = read.position
     wanted = read.wanted
@@ -343,12 +347,12 @@ def _fill(stream: BufferedReader, begin: int, read: _Read, path: Place) -> None:
     for dim, stride in enumerate(strides):
         first += (read.offsets[dim] - stored.offsets[dim]) * stride
         count += (read.extents[dim] - 1) * stride
-    # If the file has no other elements between them, read straight into the target.
+    # If the file has no other elements in between, read directly into the target.
     direct = count == target.numel() and target.is_contiguous() and target.device.type == "cpu"
     # otherwise read into a buffer of [count] elements
     values = target if direct else torch.empty(count, dtype=target.dtype)
     stream.seek(begin + start + first * target.dtype.itemsize)
     if stream.readinto(as_bytes(values)) != count * target.dtype.itemsize:
         raise ValueError(f"{path} was truncated while it was read")
-    if not direct:  # skip the elements between the shared ones
+    if not direct:  # skip other elements in between
         target.copy_(values.as_strided(read.extents, strides))

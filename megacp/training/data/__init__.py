@@ -1,1 +1,1 @@
-"""Packed datasets on disk, and the path from a pack to a row."""
+"""Packed datasets on disk, and the steps that turn packs into rows."""

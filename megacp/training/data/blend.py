@@ -1,8 +1,8 @@
-"""Several datasets read as one: determine the dataset of every sample, and its number there.
+"""Blends of several datasets: determine each sample's dataset, and its number in that dataset.
 
 The rule is megatron-core's: the next sample comes from the dataset whose share is furthest below
-its weight. The order repeats after `sum(parts)` samples. Only one period is stored, and any sample
-is found immediately. An exhausted dataset begins its next epoch in a new order.
+its weight. The order repeats after `sum(parts)` samples. Only one period is stored, so any sample
+is found in constant time. An exhausted dataset begins its next epoch in a new order.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from megacp.training.data.reader import Pack, PackedDataset, PackImages
 from megacp.training.data.tables import UNIT_DTYPE
 
 FINEST = 1_000_000
-"""Maximum number of samples in a period. Weights that need more are rounded down to millionths."""
+"""Maximum number of samples in a period. Finer weights are rounded down to millionths."""
 
 
 def whole_parts(weights: Sequence[Fraction]) -> list[int]:
-    """Return weights as numbers of samples in a period.
+    """Return each dataset's number of samples in a period.
 
-    They are exact if at most `FINEST` samples are needed; otherwise they are rounded down to whole
-    parts of it. Raise ValueError if a weight is less than one part.
+    The weights are exact if at most `FINEST` samples are needed. Otherwise, they are rounded down
+    to multiples of 1 / `FINEST`. Raise ValueError if a weight becomes 0.
     """
     common = math.lcm(*(weight.denominator for weight in weights))
     parts = [int(weight * common) for weight in weights]
@@ -44,25 +44,25 @@ def whole_parts(weights: Sequence[Fraction]) -> list[int]:
     if 0 in rounded:
         smallest = float(min(weights) / sum(weights))
         raise ValueError(
-            f"a weight is {smallest:.2g} of all weights, but a dataset gets at least 1 of "
-            f"{FINEST:,} samples; use a larger weight"
+            f"the smallest weight is {smallest:.2g} of the sum of all weights, but it must be at "
+            f"least 1 / {FINEST:,}; use a larger weight"
         )
     return rounded
 
 
 class BlendOrder:
-    """The dataset of each sample n >= 0 of a blend, and how many samples it has given before."""
+    """Dataset of each sample n >= 0 in a blend, and the sample's number in this dataset."""
 
     def __init__(self, parts: Sequence[int]) -> None:
-        """Compute one period. `parts`: samples per dataset in a period, all above 0."""
+        """Compute one period. `parts` are each dataset's samples in a period, all above 0."""
         chosen = array("h")
         total = sum(parts)
-        # weight x samples so far - samples of the dataset so far, in units of 1 / total
+        # weight x samples so far - the dataset's samples so far, in units of 1 / total
         lags = list(parts)
         for number in range(total):
-            pick = lags.index(max(lags))  # the first one with the largest lag
+            pick = lags.index(max(lags))  # the first dataset with the largest lag
             chosen.append(pick)
-            # Megatron counts one sample before the first: the first two see the same weights.
+            # Megatron counts one sample before the first, so the first two use the same weights.
             if number:
                 lags = list(map(operator.add, lags, parts))
             lags[pick] -= total
@@ -74,9 +74,9 @@ class BlendOrder:
             self._before[self._dataset == number] = np.arange(part)
 
     def locate(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the dataset of samples `start` .. `start + count - 1`, and their numbers in it.
+        """Return the dataset of each sample `start` .. `start + count - 1`, and its number there.
 
-        Both are int64 [count].
+        Both arrays are int64 [count].
         """
         numbers = np.arange(start, start + count, dtype=np.int64)
         periods, within = np.divmod(numbers, len(self._dataset))
@@ -84,16 +84,16 @@ class BlendOrder:
         return dataset, periods * self._parts[dataset] + self._before[within]
 
     def counts(self, number: int) -> np.ndarray:
-        """Return the samples of each dataset among the first `number`, int64 [datasets]."""
+        """Return each dataset's count among the first `number` samples, int64 [datasets]."""
         periods, within = divmod(number, len(self._dataset))
         in_last_period = np.bincount(self._dataset[:within], minlength=len(self._parts))
         return periods * self._parts + in_last_period
 
 
 class BlendShare(NamedTuple):
-    """One dataset's share of all samples so far, and its epochs.
+    """A dataset's share of all samples so far, and its epochs so far.
 
-    Before the first sample, the share is that of the weights.
+    Before the first sample, the share follows from the weights.
     """
 
     name: str
@@ -102,10 +102,10 @@ class BlendShare(NamedTuple):
 
 
 class PackBlend:
-    """Compatible datasets as one source of packs. Packs are numbered dataset by dataset."""
+    """Several compatible datasets as one source of packs, numbered dataset by dataset."""
 
     def __init__(self, datasets: Sequence[PackedDataset], weights: Sequence[Fraction]) -> None:
-        """Raise ValueError with every contradiction between the datasets, or for a tiny weight."""
+        """Raise ValueError for contradictions between the datasets, or if a weight is too small."""
         folders = [str(one.directory) for one in datasets]
         manifests = [one.manifest for one in datasets]
         reasons = contradictions(folders, manifests)
@@ -113,7 +113,7 @@ class PackBlend:
             raise ValueError("\n".join(reasons))
         self.datasets = tuple(datasets)
         self._parts = whole_parts(weights)
-        # Name a dataset after its folder, or by its whole path if two folders have the same name.
+        # A dataset's name is its folder's name, or the whole path if two folders share a name.
         last = [folder.rstrip("/").rpartition("/")[2] for folder in folders]
         self._names = []
         for name, folder in zip(last, folders, strict=True):
@@ -124,14 +124,14 @@ class PackBlend:
         self._feature_ids = next((one.feature_ids for one in manifests if one.image_rules), ())
 
     def __len__(self) -> int:
-        """Return the number of packs of all datasets."""
+        """Return the number of packs in all datasets."""
         return int(self._first[-1])
 
     def pack(self, i: int) -> Pack:
-        """Return pack `i`, 0 <= i < len, from any thread."""
+        """Return pack `i`, 0 <= i < len. Any thread may call this."""
         number = int(np.searchsorted(self._first, i, side="right")) - 1
         found = replace(self.datasets[number].pack(i - int(self._first[number])), index=i)
-        # A text pack in a blend with images: every row of a run must have vision inputs.
+        # In a blend with images, every row needs vision inputs, even if the pack is text.
         if found.images is None and self._feature_ids:
             no_units = np.zeros(0, UNIT_DTYPE)
             no_images = PackImages(no_units, {}, lambda item: b"", self._feature_ids)
@@ -139,7 +139,7 @@ class PackBlend:
         return found
 
     def samples(self, start: int, count: int, seed: int) -> np.ndarray:
-        """Return the packs of samples `start` .. `start + count - 1`, int64 [count].
+        """Return the packs for samples `start` .. `start + count - 1`, int64 [count].
 
         Each dataset has its own endless order.
         """
@@ -147,7 +147,7 @@ class PackBlend:
         chosen = np.empty(count, np.int64)
         for number in np.unique(dataset).tolist():
             here = dataset == number  # consecutive samples of the dataset
-            # datasets of the same length must not be shuffled in the same way
+            # datasets of equal length must not be shuffled in the same way
             digest = hashlib.blake2b(f"{seed} dataset {number}".encode(), digest_size=8).digest()
             own_seed = int.from_bytes(digest, "little")
             first = int(nth[here][0])
@@ -156,9 +156,9 @@ class PackBlend:
         return chosen
 
     def stored(self, start: int, count: int) -> np.ndarray:
-        """Return `samples` with each dataset in stored order.
+        """Return the packs of samples `start` .. `start + count - 1`, each dataset in stored order.
 
-        They end before the first pack that would be repeated.
+        The result ends before the first pack that would be repeated.
         """
         dataset, nth = self._order.locate(start, count)
         lengths = np.diff(self._first)  # [datasets]
@@ -180,15 +180,16 @@ class PackBlend:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the weights and of the datasets' contents."""
+        """Hash of the weights and the datasets' contents."""
         built = [self._parts, [one.fingerprint for one in self.datasets]]
         return hashlib.sha256(json.dumps(built).encode()).hexdigest()
 
 
 def contradictions(folders: Sequence[str], manifests: Sequence[DatasetManifest]) -> list[str]:
-    """Return the differences between datasets that must not differ in one run.
+    """Return the differences that datasets in the same run must not have.
 
-    Each dataset is compared with the first one, or with the first one that has images or messages.
+    Each dataset is compared with the first one or, for images and messages, with the first one that
+    has any.
     """
     reasons = []
     expected = _decided(manifests[0])
@@ -208,7 +209,7 @@ def contradictions(folders: Sequence[str], manifests: Sequence[DatasetManifest])
     for folder, manifest in zip(folders, manifests, strict=True):
         for what, value in _decided(manifest).items():
             if value != expected[what]:
-                # hashes are not shown, because they mean nothing to a user
+                # hashes are omitted, because they are meaningless to a user
                 shown = f" ({value}, not {expected[what]})" if isinstance(value, int | None) else ""
                 reasons.append(f"{folder} was built with another {what} than {folders[0]}{shown}")
         if manifest.chat_template and manifest.chat_template["default"] != template:
@@ -219,20 +220,21 @@ def contradictions(folders: Sequence[str], manifests: Sequence[DatasetManifest])
         if alpaca is not None and conversations:
             reasons.append(
                 f"{folders[alpaca]} has answers after Alpaca's prompt, but {folder} has "
-                "conversations in another form: rebuild both with the same --chat-template"
+                "conversations in a different form: rebuild both with the same --chat-template"
             )
         rules = manifest.image_rules or known  # a text dataset fits any rules
         keys = sorted(key for key in {*rules, *known} if rules.get(key) != known.get(key))
         if keys:
             differing = ", ".join(f"{key} {rules.get(key)}, not {known.get(key)}" for key in keys)
             reasons.append(
-                f"{folder} was built with other image rules than {folders[pictured]}: {differing}"
+                f"{folder} was built with different image rules than {folders[pictured]}: "
+                f"{differing}"
             )
     return reasons
 
 
 def _decided(manifest: DatasetManifest) -> dict[str, Any]:
-    """Return the values that must be equal in datasets of one run, by the flag that sets them."""
+    """Return the values that must be equal in all datasets of a run, by the flag that sets them."""
     return {
         "tokenizer": manifest.tokenizer.sha256,
         "--prepend-bos": manifest.tokenizer.begins_with,

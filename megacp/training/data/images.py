@@ -1,13 +1,13 @@
-"""The images of a row: spans and bounds for all ranks, and pixels for the rank that encodes them.
+"""Images of a row: spans and bounds for all ranks, and pixels for the rank that encodes them.
 
-Spans and bounds come from tables only. The boundary table determines which rank encodes which
-image, so no rank sends pixels to another rank. A rank that encodes no image (another pipeline
-stage, more ranks than units) decodes none.
+Spans and bounds are computed only from tables. The boundary table determines which rank encodes
+which image, so ranks never send pixels. A rank that encodes no image (on another pipeline stage, or
+if there are more ranks than units) decodes none.
 
-With policy `fail`, a bad image ends the run, and the message names its record. With `skip`, all
-ranks drop the whole document, although only one rank has decoded the image. That rank reports it in
-`VisionInputs.bad_documents`. The ranks exchange their reports before a step, and each rank clears
-the same documents (`training/loop/images.py`).
+With policy `fail`, a bad image ends the run, and the message includes the image's record. With
+`skip`, all ranks drop the whole document, although only one rank has tried to decode the image.
+That rank reports the document in `VisionInputs.bad_documents`. The ranks exchange their reports
+before a step, and all of them clear the same documents (`training/loop/images.py`).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from megacp.training.data.vision.rules import ImageError, Pixels
 
 
 class Decoder(Protocol):
-    """Converts encoded bytes to pixels; several threads call it at once.
+    """Decoder from encoded bytes to pixels. Several threads may use it at once.
 
-    `patch_shape` is the number of patches per crop and of values per patch. `image` returns all
-    crops of an image, `video` the crops of some units of a video, in increasing order. Raise
-    ImageError if the bytes cannot be decoded.
+    `patch_shape` contains the numbers of patches per crop and of values per patch. `image` returns
+    all crops of an image, and `video` the crops of some units of a video, in increasing order. Both
+    raise ImageError if the bytes cannot be decoded.
     """
 
     @property
@@ -48,31 +48,33 @@ class ImageLoading:
     cp_rank: int = 0
     cp_size: int = 1
     decodes: bool = True
-    """False on pipeline stages that do not encode images."""
+    """Whether this rank decodes images: False on pipeline stages that do not encode them."""
     on_bad_image: str = "fail"
-    """fail: end the run; skip: drop the document."""
+    """fail (end the run) or skip (drop the document)."""
     strategy: str = "stored"
-    """stored (computed if the table is missing), computed or replicate."""
+    """Source of the boundary table: stored (computed if the table is missing), computed, or
+    replicate (every rank encodes all images).
+    """
 
 
 @dataclass(frozen=True, eq=False)
 class RowUnits:
-    """The units of all packs of a row, in order."""
+    """Units of all packs in a row, in order."""
 
     table: np.ndarray
-    """tables.UNIT_DTYPE [u]; `segment` counts over all packs."""
+    """tables.UNIT_DTYPE [u]; `segment` is numbered across all packs."""
     pack: np.ndarray
-    """Index into the packs of the row, int64 [u]."""
+    """Index of each unit's pack in the row, int64 [u]."""
     begin: np.ndarray
-    """Index in the row at which each segment begins, int64 [segments]."""
+    """Row index at which each segment begins, int64 [segments]."""
     first: np.ndarray
-    """Index in the row of each unit's first token, int64 [u]."""
+    """Row index of each unit's first token, int64 [u]."""
     cum_crops: np.ndarray
-    """Cumulative crops of the row up to and including each unit, int64 [u]."""
+    """Cumulative crops in the row up to and including each unit, int64 [u]."""
     cum_pooled: np.ndarray
-    """Cumulative pooled tokens, int64 [u]."""
+    """Cumulative pooled tokens up to and including each unit, int64 [u]."""
     grids: np.ndarray | None
-    """Rows and columns of pooled tokens, int64 [u, 2]; None if no pack has them."""
+    """Rows and columns of each unit's pooled tokens, int64 [u, 2]; None if no pack has grids."""
 
 
 def row_units(
@@ -106,13 +108,13 @@ def row_units(
 def vision_inputs(
     units: RowUnits, tokens: np.ndarray, feature_ids: tuple[int, ...], packs: Sequence[Pack] = ()
 ) -> VisionInputs:
-    """Return the vision inputs of a row of `tokens [T]`, without pixels and boundary table.
+    """Return the vision inputs of a row with `tokens [T]`, without pixels and boundary table.
 
-    Raise ValueError if a document has different numbers of image-patch tokens and features. The
-    message names the document and, with `packs`, its record.
+    Raise ValueError if a document's numbers of image-patch tokens and features differ. The message
+    includes the document and, if `packs` are given, its record.
     """
     in_row = np.flatnonzero(np.isin(tokens, feature_ids))  # indices of image-patch tokens
-    # [segments]: number of image-patch tokens, and number of features that its units produce
+    # [segments]: number of image-patch tokens, and number of features from the units
     segment_of_token = np.searchsorted(units.begin, in_row, side="right") - 1
     held = np.bincount(segment_of_token, minlength=len(units.begin))
     pooled = np.diff(units.cum_pooled, prepend=0)
@@ -123,7 +125,7 @@ def vision_inputs(
         counts = (
             f"{features[segment]} image features and {held[segment]} image-patch tokens (id {ids})"
         )
-        raise ValueError(f"{where}document {segment} of its row: {counts}")
+        raise ValueError(f"{where}document {segment} of the row has {counts}: rebuild the dataset")
     patches = np.zeros((0, 0, 0), np.float32)
     pooling = np.zeros((0, 1), np.int64)
     return VisionInputs(units.cum_crops, units.cum_pooled, in_row, None, patches, pooling)
@@ -132,13 +134,13 @@ def vision_inputs(
 def spans(units: RowUnits, length: int, image_attention: str) -> np.ndarray:
     """Return the spans of a row, int32 [length].
 
-    Image tokens (including markers) that see each other in both directions have the same number
-    above 0. With "example", all image tokens of a document or of one branch share a number; with
-    "image", all tokens of an image or frame do. With "causal", all numbers are 0.
+    Image tokens (including markers) that attend to each other in both directions share a number
+    above 0: with "example", all image tokens of a document's prefix or of a branch; with "image",
+    all tokens of an image or frame. With "causal", all numbers are 0.
     """
     span = np.zeros(length, np.int32)
     if image_attention != "causal":
-        # [2, u] -> [u]: units of the same part of a document have the same number
+        # [2, u] -> [u]: units in the same prefix or branch have the same number
         parts = np.stack([units.table["segment"], units.table["branch"]])
         together = np.unique(parts, axis=1, return_inverse=True)[1].reshape(-1)
         number = {"example": together, "image": np.arange(len(units.first))}[image_attention]
@@ -155,11 +157,11 @@ def with_images(
     image_attention: str,
     loading: ImageLoading | None,
 ) -> PackedBatch:
-    """Add spans and bounds of the images to a row of `packs`, and the pixels for `loading`.
+    """Return a row of `packs` with the images' spans and bounds, and with pixels for `loading`.
 
     Segment s begins at index `begin[s]`. A row without images is returned unchanged. Raise
-    ValueError, naming the record, for different numbers of image-patch tokens and features, and for
-    a bad image if the policy is `fail`.
+    ValueError that includes the record if the numbers of image-patch tokens and features differ,
+    and for a bad image if the policy is `fail`.
     """
     images = [pack.images for pack in packs if pack.images is not None]
     if not images:
@@ -176,24 +178,24 @@ def with_images(
 def position_axes(batch: PackedBatch, grids: np.ndarray, vision: VisionInputs) -> np.ndarray:
     """Return the positions on three axes, int64 [T, 3], for units with `grids [u, 2]`.
 
-    See `PackedBatch.position_axes`. The tokens of an image begin at the position after the text
-    before it. Within the image, rows and columns count on from there, and time stays the same. The
-    positions follow the paths of trees.
+    See `PackedBatch.position_axes`. An image begins at the position after the preceding text. From
+    there, row and column positions increase within the image, while the time position is constant.
+    In trees, positions follow the paths.
     """
     rows = vision.feature_rows
     stops = vision.cum_token_pooling_bounds
-    # [T]: how far a token moves the tokens after it. The tokens of an image move them together, by
-    # its larger side; this step is put at its last token.
+    # [T]: how far each token advances the position. An image advances it by its larger side, at the
+    # image's last token.
     step = (batch.leave > 0).astype(np.int64)
     step[rows] = 0
     step[rows[stops - 1]] = grids.max(1)
-    # [T]: steps in branches that end before the token, which are not on its path
+    # [T]: steps in branches that end before the token, and so are not on its path
     steps_by_leave = np.bincount(batch.leave, step, len(batch) + 1)
     ended = np.cumsum(steps_by_leave)[:-1].astype(np.int64)
     position = np.where(batch.leave > 0, np.cumsum(step) - step - ended, batch.position_ids)
     axes = np.repeat(position[:, None], 3, axis=1)
     pooled = np.diff(stops, prepend=0)  # [u]: tokens of each image
-    columns = np.repeat(grids[:, 1], pooled)  # of the image of each image token
+    columns = np.repeat(grids[:, 1], pooled)  # columns of each image token's image
     # index of each token in its image, in row-major order
     within = np.arange(len(rows)) - np.repeat(stops - pooled, pooled)
     axes[rows, 1] += within // columns
@@ -202,7 +204,7 @@ def position_axes(batch: PackedBatch, grids: np.ndarray, vision: VisionInputs) -
 
 
 def _record(packs: Sequence[Pack], segment: int) -> str:
-    """Return the origin of a segment of the row, as text for an error message."""
+    """Return the origin of a segment in the row, as text for an error message."""
     for pack in packs:
         if segment < len(pack.segments):
             return pack.record(segment)
@@ -223,7 +225,8 @@ def _with_pixels(
     table = units.table
     bounds = units.cum_crops, units.cum_pooled
     stored = None
-    if len(images) == 1 and loading.strategy == "stored":  # rows of several packs have other bounds
+    # a stored table is only valid for its own pack, not for a row of several packs
+    if len(images) == 1 and loading.strategy == "stored":
         stored = images[0].boundaries.get(loading.cp_size)
     if loading.strategy == REPLICATE:
         strategy, rank, ranks = REPLICATE, 0, 1  # every rank encodes all images
@@ -237,10 +240,9 @@ def _with_pixels(
     bad: dict[int, str] = {}
 
     def file(unit: int) -> tuple[int, ...]:
-        """Return the key of a unit's file.
+        """Return a key by which units are grouped to read a file once for all frames of a video.
 
-        Frames of one video are adjacent, and the file is read once for all of them. An image that
-        occurs twice counts as two files.
+        An image that occurs twice is read twice.
         """
         pack = int(units.pack[unit])
         item = int(table["item"][unit])
@@ -262,7 +264,7 @@ def _with_pixels(
             sized = pixels[0].shape, len(pixels[1])
             if sized != expected:
                 raise ImageError(
-                    f"it decodes to patches and pooled tokens {sized}, but the dataset has "
+                    f"it decodes to patches and pooled tokens of {sized}, but the dataset has "
                     f"{expected}"
                 )
             found.append(pixels)
@@ -272,10 +274,11 @@ def _with_pixels(
             reason = f"{record}: {kind} {table['item'][first]}: {error}"
             if loading.on_bad_image == "fail":
                 raise ValueError(
-                    f"{reason} (use --on-bad-image skip to leave such documents out)"
+                    f"{reason} (use --on-bad-image skip to drop such documents)"
                 ) from None
             bad.setdefault(int(document[units.first[first]]), reason)
-            # Stand-in pixels: their features are finite, and no token sees them.
+            # Use zeros as placeholder pixels: their features are finite, and no token attends to
+            # them.
             window = 1 if units.grids is None else crops // pooled
             patches = np.zeros((crops, *shape), np.float32)
             found.append((patches, np.zeros((pooled, window), np.int64)))
@@ -292,11 +295,11 @@ def _with_pixels(
 
 
 def joined(found: Sequence[Pixels], patch_shape: tuple[int, int]) -> Pixels:
-    """Concatenate the pixels of several items.
+    """Return the concatenated pixels of several items.
 
-    Windows are padded with -1, and indices count from the first patch of the first item.
+    Windows are padded with -1, and pooling indices count from the first item's first patch.
     """
-    no_patches = np.zeros((0, *patch_shape), np.float32)  # gives an empty list its shape
+    no_patches = np.zeros((0, *patch_shape), np.float32)  # determines the shape without items
     patches = np.concatenate([no_patches, *(pixels for pixels, _ in found)])
     window = max((pooling.shape[1] for _, pooling in found), default=1)  # the widest of all items
     rows = [np.zeros((0, window), np.int64)]

@@ -1,10 +1,10 @@
-"""The loader: read the packs of each data-parallel rank, and prepare steps ahead in threads.
+"""Loader: read the packs of each data-parallel rank, and prepare steps in advance in threads.
 
-A step is a function of the dataset, the seed, the consumed samples, the dp rank and the dp size. A
-run therefore resumes from one integer, on any number of ranks, and sees every sample exactly once.
-The set of samples in a step is the same for every dp size: microbatch j of rank r has m of the
-step's samples, from number (j * dp_size + r) * m on. Ranks that differ only in tp, cp or pp read
-the same packs, and compare `PackedBatch.fingerprint()`.
+A step depends only on the dataset, the seed, the consumed samples, the dp rank and the dp size. A
+run can therefore resume from a single integer, on any number of ranks, and uses every sample
+exactly once per epoch. The samples in a step are the same for every dp size: microbatch j of rank r
+has m of the step's samples, starting at number (j * dp_size + r) * m. Ranks that differ only in tp,
+cp or pp read the same packs, and check this by comparing `PackedBatch.fingerprint()`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from megacp.training.data.reader import Pack
 
 
 class PackSource(Protocol):
-    """A source of numbered packs: a PackedDataset, a PackBlend, or any other object with this API.
+    """Source of numbered packs: a PackedDataset, a PackBlend, or any other object with this API.
 
-    `pack` returns pack `i`, 0 <= i < len; the loader's threads call it.
+    `pack` returns pack `i`, 0 <= i < len. The loader's threads call it.
     """
 
     def __len__(self) -> int: ...
@@ -39,24 +39,24 @@ class PackSource(Protocol):
 
 
 ENDLESS = 1 << 62
-"""Number of samples of a run that takes only whole steps."""
+"""Number of samples for a run that consists only of whole steps."""
 
 
 @dataclass(frozen=True)
 class LoaderOptions:
-    """How packs form steps; equal on all ranks."""
+    """How packs are combined into steps; equal on all ranks."""
 
     micro_batch_size: int = 1
     global_batch_size: int = 1
     seed: int = 0
     attention_mask: str = "packed"
-    """packed: documents do not see each other; causal: each pack is one document."""
+    """packed: tokens attend only within their document; causal: each pack is one document."""
     image_attention: str = "example"
-    """Which image tokens see each other in both directions, see `images.spans`."""
+    """Which image tokens attend to each other in both directions, see `images.spans`."""
     num_threads: int = 1
-    """Threads that make at least two steps ahead; 0 makes each step on request."""
+    """Number of threads that prepare at least two steps in advance; 0 reads a step on request."""
     end: int = ENDLESS
-    """Samples of the whole run; its last step may have fewer packs."""
+    """Number of samples in the whole run; the last step may have fewer packs."""
 
 
 def _batches(
@@ -68,14 +68,14 @@ def _batches(
 ) -> list[PackedBatch]:
     """Return this rank's microbatches of a step with packs `chosen` [global_batch_size].
 
-    The number -1 means no pack. A microbatch without packs is pack 0 with all tokens as padding.
+    The number -1 means no pack. A microbatch without packs is pack 0 with all tokens made padding.
     """
     # [global_batch_size] -> [microbatch, dp rank, m] -> [microbatch, m]
     mine = chosen.reshape(-1, data_rank.size, options.micro_batch_size)[:, data_rank.index]
     batches = []
     for numbers in mine.tolist():
         present = [i for i in numbers if i >= 0]
-        # Ranks run in lockstep, so each needs a microbatch, if necessary of pack 0.
+        # Ranks run in lockstep, so each needs a microbatch; use pack 0 if there is no other.
         packs = [source.pack(i) for i in present or [0]]
         batch = collate(packs, options.attention_mask, options.image_attention, images)
         if not present:
@@ -91,7 +91,7 @@ def step_batches(
     consumed: int,
     images: ImageLoading | None = None,
 ) -> list[PackedBatch]:
-    """Return the microbatches of one rank for the step after `consumed` samples; a pure function.
+    """Return one rank's microbatches for the step after `consumed` samples.
 
     Without `images`, no pixels are decoded.
     """
@@ -108,7 +108,7 @@ def step_batches(
 class PackedLoader:
     """Endless optimizer steps from a pack source, prepared in threads.
 
-    Close it, or use it as a context manager.
+    Call `close`, or use the loader as a context manager.
     """
 
     def __init__(
@@ -122,9 +122,9 @@ class PackedLoader:
     ) -> None:
         """Start to read ahead.
 
-        Resume after `consumed_samples`, any number >= 0, not necessarily a multiple of the batch.
-        `images` selects the images that this rank decodes; None decodes none. The threads call
-        `prepare` once for each batch.
+        The first step begins after `consumed_samples`, which need not be a multiple of the batch
+        size. `images` selects the images that this rank decodes; None decodes none. The threads
+        call `prepare` once per batch.
         """
         self._options = options
         self._prepare = prepare
@@ -132,9 +132,9 @@ class PackedLoader:
         self._read = functools.partial(
             step_batches, source, options, data_rank or DataRank(), images=images
         )
-        self._requested = consumed_samples  # where the next step to read begins
+        self._requested = consumed_samples  # first sample of the next step to read
         self.consumed_samples = consumed_samples
-        """Samples of the steps returned so far, over all ranks: the whole state of the loader."""
+        """Samples in the steps returned so far, on all ranks. This is the loader's whole state."""
         self._pending: deque[Future[list[Any]]] = deque()  # steps in order
         self._pool: ThreadPoolExecutor | None = None
         if options.num_threads:
@@ -148,10 +148,10 @@ class PackedLoader:
             self._requested += self._options.global_batch_size
 
     def _make(self, consumed: int) -> list[Any]:
-        """Read and prepare the step after `consumed` samples."""
+        """Return the prepared step after `consumed` samples."""
         made = []
         for batch in self._read(consumed):
-            # a run that ends waits only for one batch, not for all the steps ahead
+            # when the loader is closed, wait for at most one batch per thread
             if self._closed.is_set():
                 raise RuntimeError("the loader is closed")
             made.append(self._prepare(batch))
@@ -160,15 +160,15 @@ class PackedLoader:
     def next_step(self) -> list[Any]:
         """Return this rank's microbatches of the next step, as returned by `prepare`.
 
-        An error while reading ahead is raised here, in the step that it belongs to, and again in
-        every further call.
+        If reading ahead has failed, raise the error in the step to which it belongs, and in every
+        later call.
         """
         if self._closed.is_set():
             raise RuntimeError("the loader is closed")
         if self._pool is None:
             made = self._make(self.consumed_samples)
         else:
-            made = self._pending[0].result()  # after an error, the future stays first in line
+            made = self._pending[0].result()  # after an error, the future remains the first
             self._pending.popleft()
             self._request_ahead()
         consumed = self.consumed_samples + self._options.global_batch_size
@@ -176,7 +176,7 @@ class PackedLoader:
         return made
 
     def close(self) -> None:
-        """Stop reading ahead and wait for the threads. It may be called twice."""
+        """Stop reading ahead, and wait for the threads. Repeated calls are allowed."""
         self._closed.set()
         if self._pool is not None:
             self._pending.clear()
@@ -196,11 +196,11 @@ def validation_steps(
     num_steps: int,
     images: ImageLoading | None = None,
 ) -> Iterator[list[PackedBatch]]:
-    """Yield the first num_steps x global_batch_size packs in stored order, the same each time.
+    """Yield steps with the first num_steps x global_batch_size packs, in stored order.
 
-    The steps end early after the last pack of the dataset, or of any dataset of a blend. The last
-    step may have fewer packs. Every rank still gets the same number of microbatches, since ranks
-    run in lockstep.
+    The steps end early after the last pack of the dataset or, for a blend, of any of its datasets.
+    The last step may have fewer packs, but every rank still gets the same number of microbatches,
+    because ranks run in lockstep.
     """
     size = options.global_batch_size
     for start in range(0, num_steps * size, size):

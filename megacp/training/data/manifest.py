@@ -1,8 +1,8 @@
-"""`manifest.json`: the description of a packed dataset, with the exact files that belong to it.
+"""`manifest.json`: description of a packed dataset, with the exact files that belong to it.
 
-It is written last, atomically, so a directory with a manifest is a finished dataset. Its text is
-canonical and has a checksum. Equal datasets therefore have equal manifests, and a damaged or edited
-manifest is refused.
+The manifest is written last, atomically, so a directory with a manifest is a finished dataset. Its
+text is canonical and has a checksum. Equal datasets therefore have equal manifests, and damaged or
+edited manifests are detected.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from megacp.storage.wording import counted
 FORMAT_VERSION = 2
 MANIFEST_NAME = "manifest.json"
 FEATURE_TOKENS = ("image_patch", "video_patch")
-"""Special image tokens that are replaced by a pooled feature each, by their names in the rules."""
+"""Names in the rules of special image tokens that stand for one pooled feature each."""
 THOUGHTS = ("empty_thoughts", "real_thoughts", "no_thoughts")
-"""Counts of learned answers by what precedes them, if the chat template supports thoughts."""
+"""Counts of learned answers by what precedes them, for chat templates that support thoughts."""
 _THOUGHT = "<think>"
-"""Start of an empty thought written by the template. If the prompt opens the thought, the template
-only writes its end.
+"""Start of an empty thought written by the template. If the prompt already contains it, the
+template writes only the end.
 """
 ANSWER_FORMS = {
     "chat_template": "as the chat template writes them",
@@ -38,12 +38,12 @@ ANSWER_FORMS = {
     "alpaca": "after Alpaca's prompt, with ### Instruction: and ### Response:",
     "completion": "right after the text of their prompt",
 }
-"""Forms in which answers are learned, with descriptions."""
+"""Descriptions of the forms in which answers are learned."""
 
 
 @dataclass(frozen=True)
 class TokenizerInfo:
-    """The tokenizer of a dataset; ids are None if the tokenizer has no such token."""
+    """Tokenizer of a dataset. An id is None if the tokenizer has no such token."""
 
     kind: str
     """byte, sentencepiece, huggingface or gpt2 (Tokenizer.kind)."""
@@ -53,12 +53,12 @@ class TokenizerInfo:
     bos_id: int | None
     pad_id: int | None
     begins_with: int | None = None
-    """The id that begins every document; None if none does, and then it is not written."""
+    """Id of the token that begins every document; None, which is not written, if there is none."""
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A file of a shard: name in the shard's directory, size in bytes, sha256 in hexadecimal."""
+    """File of a shard: name in the shard's directory, size in bytes, sha256 in hexadecimal."""
 
     name: str
     size: int
@@ -67,7 +67,7 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class ShardEntry:
-    """A shard's directory: its files and the numbers of its contents."""
+    """Directory of a shard, with its files and counts."""
 
     name: str
     num_packs: int
@@ -78,26 +78,26 @@ class ShardEntry:
 
     @staticmethod
     def from_json(values: dict[str, Any]) -> ShardEntry:
-        """Return the inverse of `dataclasses.asdict`.
+        """Return the entry for values from `dataclasses.asdict`.
 
-        Raise ValueError for a name that leads out of the dataset.
+        Raise ValueError for a name that could refer to a file outside the dataset.
         """
         own_files = tuple(FileEntry(**file) for file in values["files"])
         entry = ShardEntry(**{**values, "files": own_files})
         for name in (entry.name, *(file.name for file in entry.files)):
             if not PLAIN_NAME.fullmatch(name):
-                raise ValueError(f"`shards` names {name!r}, which is not a plain name")
+                raise ValueError(f"`shards` contains {name!r}, which is not a plain file name")
         return entry
 
 
 @dataclass(frozen=True)
 class DatasetManifest:
-    """The contents of manifest.json; the properties are counts computed from the shards."""
+    """Contents of manifest.json; the properties are computed from the shards and rules."""
 
     config_fingerprint: str
     """Hash of everything that determines the bytes (inputs, tokenizer, lengths, rules).
 
-    A build with another hash is refused.
+    A build into the same directory must have the same hash.
     """
     tokenizer: TokenizerInfo
     seq_length: int
@@ -109,41 +109,41 @@ class DatasetManifest:
     image_rules: dict[str, Any] | None = None
     """Rules that convert images to tokens; None for a text dataset."""
     cp_degrees: tuple[int, ...] = (1, 2, 4, 8, 16)
-    """CP degrees that the dataset was planned for; with images, each has a shards_cp{P}.npy."""
+    """CP degrees for which the dataset was planned; with images, each has a shards_cp{P}.npy."""
     format_version: int = FORMAT_VERSION
     chat_template: dict[str, Any] | None = None
-    """The template of messages ("": megacp's own format), and counts by THOUGHTS; None without
-    messages, and then it is not written.
+    """Template for messages ("" means megacp's own format), and counts by THOUGHTS; None, which is
+    not written, if there are no messages.
     """
     document_end: dict[str, int | None] | None = None
-    """`{"token": id}` of the token that ends every document, `{"token": null}` if none does.
+    """Token that ends every document, as `{"token": id}`; `{"token": null}` if there is none.
 
-    None if not known, and then it is not written.
+    None, which is not written, if unknown.
     """
     answer_forms: dict[str, int] | None = None
     """Number of records by the form of their answers, one of ANSWER_FORMS.
 
-    None without answers, and then it is not written.
+    None, which is not written, if there are no answers.
     """
 
     @property
     def num_token_ids(self) -> int:
-        """Number of token ids, including the ids of image tokens above the vocabulary."""
+        """Number of token ids, including image tokens above the vocabulary."""
         # ids may also reuse tokens inside the vocabulary
         special = (self.image_rules or {}).get("token_ids", {}).values()
         return max([self.tokenizer.vocab_size, *(i + 1 for i in special)])
 
     @property
     def feature_ids(self) -> tuple[int, ...]:
-        """Token ids that are replaced by image features; empty for text."""
+        """Ids of tokens that stand for image features; empty for text."""
         ids = (self.image_rules or {}).get("token_ids", {})
         return tuple(ids[name] for name in FEATURE_TOKENS if name in ids)
 
     @property
     def ends_with(self) -> int | None:
-        """The id that ends every document; None if none does.
+        """Id of the token that ends every document; None if there is none.
 
-        Old datasets do not record it; they use the tokenizer's.
+        Old datasets do not record it; they use the tokenizer's EOS token.
         """
         if self.document_end is None:
             return self.tokenizer.eos_id
@@ -155,19 +155,20 @@ class DatasetManifest:
 
     @property
     def packing_efficiency(self) -> float:
-        """Share of true tokens in packs x seq_length; 0.0 for an empty dataset."""
+        """Number of true tokens divided by packs x seq_length; 0.0 for an empty dataset."""
         available = self.num_packs * self.seq_length
         return self.num_tokens / available if available else 0.0
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """sha256 of all fields as canonical JSON: equal for byte-identical datasets anywhere."""
+        """sha256 of all fields as canonical JSON, equal for all byte-identical datasets."""
         return _checksum(self._fields())
 
     def _fields(self) -> dict[str, Any]:
         """Return the fields to write, including derived ones."""
         own = dataclasses.asdict(self) | {name: getattr(self, name) for name in _DERIVED}
-        # Leave out unknown values: datasets built before these fields existed keep their checksum.
+        # Omit unknown values, so that datasets built before these fields existed keep their
+        # checksum.
         if own["tokenizer"]["begins_with"] is None:
             del own["tokenizer"]["begins_with"]
         for name in ("chat_template", "document_end", "answer_forms"):
@@ -178,7 +179,7 @@ class DatasetManifest:
     def write(self, directory: str | os.PathLike[str]) -> None:
         """Write DIRECTORY/manifest.json atomically, as canonical JSON.
 
-        The derived counts are included for human readers.
+        Derived counts are included for human readers.
         """
         content = {**self._fields(), "checksum": self.fingerprint}
         text = json.dumps(content, indent=1, sort_keys=True) + "\n"
@@ -186,7 +187,10 @@ class DatasetManifest:
 
     @staticmethod
     def read(directory: files.StrPath | Url) -> DatasetManifest:
-        """Read DIRECTORY/manifest.json; raise ValueError with the file's name and the problem."""
+        """Return the manifest in `directory`.
+
+        Raise ValueError with the file's name and the problem if it is missing or damaged.
+        """
         path = place_of(directory) / MANIFEST_NAME
         try:
             own = files.parse_json(read_content(path, 1 << 30))
@@ -199,12 +203,12 @@ class DatasetManifest:
             # the checksum covers all other fields, including the derived ones
             stated = own.pop("checksum", None)
             found = _checksum(own)
-            if stated != found:  # a right checksum also guarantees the types of all fields
+            if stated != found:  # a correct checksum also ensures the types of all fields
                 raise ValueError(
-                    f"its checksum is {found}, but it was written with {stated}: copy it again, or "
+                    f"its checksum is {found}, but it was written with {stated}: copy it again or "
                     "rebuild the dataset"
                 )
-            # JSON has no tuples and dataclasses: convert the nested values
+            # JSON has neither tuples nor dataclasses, so convert the nested values
             for name in _DERIVED:
                 del own[name]
             own["tokenizer"] = TokenizerInfo(**own["tokenizer"])
@@ -216,28 +220,28 @@ class DatasetManifest:
             # a common mistake is to pass the records instead of the dataset built from them
             if Path(str(directory)).is_file():
                 raise ValueError(
-                    f"{directory}: is a file, but a dataset's folder is needed; make one from "
-                    f"records with tools/preprocess_data.py build --input {directory} --output "
-                    "DIR ..."
+                    f"{directory}: is a file, but must be the folder of a packed dataset; build "
+                    f"one from records with tools/preprocess_data.py build --input {directory} "
+                    "--output DIR ..."
                 ) from error
             raise ValueError(
-                f"{path}: no such file; a finished dataset has one (was the build or the upload "
-                "interrupted?)"
+                f"{path}: no such file, so this is not a finished dataset; check the path, and "
+                "whether the build or upload was interrupted"
             ) from error
         except OSError as error:
             raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path}: is not a manifest of this program: {error}") from error
+            raise ValueError(f"{path}: is not a valid dataset manifest: {error}") from error
 
 
 _DERIVED = ("num_packs", "num_segments", "num_tokens", "packing_efficiency")
 
 
 def thoughts_told(chat_template: dict[str, Any] | None) -> str:
-    """Return a line that counts the learned answers with and without a thought.
+    """Return a line with the numbers of learned answers with and without a thought.
 
-    Empty if thoughts play no role: no answer has one, and the template's prompt opens none. If the
-    prompt opens a thought, an answer without one is learned after the end of an empty thought.
+    Return "" if no answer has a thought and the template's prompt does not open one. If the prompt
+    opens a thought, an answer without a thought is learned after the end of an empty one.
     """
     kept = chat_template or {}
     counts = [kept.get(name, 0) for name in THOUGHTS]  # [empty, real, none]
@@ -250,7 +254,7 @@ def thoughts_told(chat_template: dict[str, Any] | None) -> str:
 
 
 def answers_told(forms: dict[str, int] | None) -> str:
-    """Return a line with the forms in which answers are learned; empty without answers."""
+    """Return a line with the forms in which answers are learned; "" without answers."""
     told = []
     for form, words in ANSWER_FORMS.items():
         count = (forms or {}).get(form, 0)

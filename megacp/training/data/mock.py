@@ -1,9 +1,9 @@
-"""Random packs that replace a dataset, for `megacp.train` without `--data-path` and parity checks.
+"""Random packs in place of a dataset, for `megacp.train` without `--data-path` and parity checks.
 
-Pack `i` is a function of (seed, i). It goes through the same `collate` as a stored pack, so checks
-with mock rows also hold for real rows. Tokens are a random walk over the vocabulary: three of four
-steps go to the next id. A model can learn this, so a loss that does not fall on mock packs is a
-bug. The "encoded bytes" of an image are the seed and sizes from which the decoder draws pixels.
+Pack `i` depends only on (seed, i). It is collated like a stored pack, so checks with mock rows also
+hold for real rows. Tokens are a random walk through the vocabulary: three of four steps go to the
+next id. A model can learn this, so if the loss does not decrease on mock packs, there is a bug. The
+"encoded bytes" of an image are the seed and sizes from which the decoder draws pixels.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from megacp.training.data.tables import BRANCH_DTYPE, SEGMENT_DTYPE, UNIT_DTYPE
 from megacp.training.data.vision.rules import Pixels
 
 MASKS = ("causal", "packed", "branches", "tree", "image", "mixed")
-"""Masks of mock rows: one document; several documents; documents with branches, with branches of
-branches, with image spans, or with branches and spans."""
+"""Masks of mock rows: one document; several documents; documents with branches, nested branches,
+image spans, or branches and image spans."""
 # seed, pack, item, crops (for a video: frames), pooled tokens of the image or of a frame
 _ITEM = struct.Struct("<5q")
 
 
 @dataclass(frozen=True)
 class MockImages:
-    """The properties of mock images, in the sizes of a model."""
+    """Properties of mock images that fit a model."""
 
     patches_per_crop: int
     patch_dim: int
@@ -42,17 +42,17 @@ class MockImages:
     each image.
     """
     attention: str = "example"
-    """The value of --image-attention."""
+    """Value of --image-attention."""
 
     @property
     def has_grids(self) -> bool:
-        """Whether crops are single patches, for images of any shape; a token has four patches."""
+        """Whether a crop is one patch, for images of any shape. A token then has four patches."""
         return self.patches_per_crop == 1
 
 
 @dataclass(frozen=True)
 class MockRules:
-    """The properties of mock packs, and a source of them for the loader."""
+    """Properties of mock packs, and a source of such packs for the loader."""
 
     vocab_size: int
     seq_length: int
@@ -60,24 +60,24 @@ class MockRules:
     mask: str = "packed"
     """One of `MASKS`."""
     ragged: bool = False
-    """Use packs of different lengths, with padding inside and random weights, many of them 0.
-    Otherwise packs are full and all weights are 1.
+    """Whether packs have different lengths, inner padding and random weights, many of them 0.
+    Otherwise, packs are full and all weights are 1.
     """
     seed: int = 0
     images: MockImages | None = None
-    """Images in packs with mask `image` or `mixed`; None draws spans without images."""
+    """Images for packs with mask `image` or `mixed`; None draws spans without images."""
 
     def __len__(self) -> int:
         """Return the number of packs in an epoch."""
         return 65_536
 
     def pack(self, i: int) -> Pack:
-        """Return pack `i` as a dataset would store it, without spans (see `mock_batch`)."""
+        """Return pack `i` as a dataset would store it. `mock_batch` adds spans."""
         rng = np.random.default_rng([self.seed, i])
         total = self.seq_length
         if self.ragged:
             total -= int(rng.integers(0, self.seq_length // 4 + 1))
-        # cut the pack into documents at random places
+        # cut the pack into documents at random positions
         count = 1
         if self.mask != "causal":
             count = int(rng.integers(1, max(min(5, total // 2), 1) + 1))
@@ -85,9 +85,9 @@ class MockRules:
         padded = np.diff(np.concatenate(([0], cuts, [total])))
         true = padded - (rng.integers(0, np.minimum(padded, 4)) if self.ragged else 0)
         trees = [self._tree(rng, length) for length in true.tolist()]  # one per document
-        # (segment, branch, start, stop) of each prefix and branch, tokens within the segment
+        # (segment, branch, start, stop) of each prefix and branch, with indices in the segment
         runs = []
-        rows = []  # of the table of branches
+        rows = []  # rows of the branch table
         for segment, tree in enumerate(trees):
             for branch, (start, stop, leave) in enumerate(tree):
                 runs.append((segment, branch, start, stop))
@@ -101,7 +101,7 @@ class MockRules:
         segments["first_branch"] = np.cumsum(segments["num_branches"]) - segments["num_branches"]
         segments["prefix_length"] = [tree[0][1] for tree in trees]
         num_tokens = int(true.sum())
-        # ids of text are below the ids of images
+        # text ids are below image ids
         words = min(self.vocab_size, self.images.image_patch) if self.images else self.vocab_size
         steps = np.where(rng.random(num_tokens) < 0.75, 1, rng.integers(0, words, num_tokens))
         tokens = np.cumsum(steps) % words
@@ -119,7 +119,7 @@ class MockRules:
         return Pack(i, tokens, weights, segments, branches if len(branches) else None, images)
 
     def _tree(self, rng: np.random.Generator, length: int) -> list[_Node]:
-        """Draw the prefix and branches of a document with `length` tokens."""
+        """Return a random prefix and random branches for a document with `length` tokens."""
         if self.mask == "tree":
             return _nodes(rng, 0, length, TREE_DEPTH)
         if self.mask in ("branches", "mixed") and length >= 2 and rng.random() >= 0.3:
@@ -137,7 +137,7 @@ TREE_DEPTH = 4
 
 
 def _nodes(rng: np.random.Generator, start: int, stop: int, depth: int) -> list[_Node]:
-    """Draw a random tree over the tokens start..stop; return its nodes in the order of tokens."""
+    """Return the nodes of a random tree on tokens [start, stop), in token order."""
     if depth == 0 or stop - start < 2 or rng.random() < 0.3:
         own = stop
     else:
@@ -155,7 +155,7 @@ def mock_batch(
 ) -> PackedBatch:
     """Return a microbatch of the mock packs `numbers`, with spans if the mask has them.
 
-    It is collated like stored packs. `loading` selects the images that a rank decodes.
+    The packs are collated like stored packs. `loading` selects the images that a rank decodes.
     """
     packs = [rules.pack(i) for i in numbers]
     if rules.images is not None:
@@ -168,7 +168,7 @@ def mock_batch(
 
 
 def _spans(rng: np.random.Generator, document: np.ndarray, leave: np.ndarray) -> np.ndarray:
-    """Draw a range of image tokens in most prefixes and branches; return spans, int32 [T]."""
+    """Return random spans, int32 [T]: a range of tokens in most prefixes and branches."""
     span = np.zeros(len(document), np.int32)
     # a run ends where the document or the branch changes
     change = np.flatnonzero(np.diff(document) | np.diff(leave)) + 1
@@ -191,14 +191,14 @@ def _with_images(
 ) -> PackImages:
     """Overwrite ranges of `tokens` with images; return the images and their tables.
 
-    Most runs get images, as long as there is space. `runs` are described in `MockRules.pack`;
-    segment s begins at token `before[s]` of the pack.
+    Most runs get images, if there is space. See `MockRules.pack` for `runs`. Segment s begins at
+    token `before[s]` of the pack.
     """
     rng = np.random.default_rng([seed, pack, 1])
     rows: list[tuple[int, ...]] = []
-    grids: list[tuple[int, int]] = []  # of each unit
+    grids: list[tuple[int, int]] = []  # grid of each unit
     items: list[bytes] = []
-    crops_so_far = pooled_so_far = 0  # cumulative over the pack
+    crops_so_far = pooled_so_far = 0  # cumulative in the pack
     for segment, branch, start, stop in runs:
         at = start  # start of the next image within the segment
         while rng.random() < 0.7:
@@ -230,7 +230,7 @@ def _with_images(
             items.append(_ITEM.pack(seed, pack, len(items), crops, pooled))
     units = np.array(rows, UNIT_DTYPE)
     bounds = units["image_stop"].astype(np.int64), units["pooled_stop"].astype(np.int64)
-    # Every second pack has stored tables, so that rows combine packs with and without them.
+    # Only every second pack has stored tables, so that rows combine packs with and without tables.
     degrees = (1, 2, 3, 4, 8) if pack % 2 == 0 and len(units) else ()
     tables = {degree: compute_image_shard_boundaries(*bounds, degree) for degree in degrees}
     shapes = np.array(grids, np.int64).reshape(-1, 2) if images.has_grids else None
@@ -238,25 +238,25 @@ def _with_images(
 
 
 class MockDecoder:
-    """The decoder of mock images, see `images.Decoder`."""
+    """Decoder of mock images, see `images.Decoder`."""
 
     def __init__(self, images: MockImages) -> None:
         self.patch_shape = images.patches_per_crop, images.patch_dim
 
     def image(self, data: bytes) -> Pixels:
-        """Return all crops of an image, with normal values and windows anywhere in them."""
+        """Return all crops of an image, with normally distributed values and random windows."""
         seed, pack, item, crops, pooled = _ITEM.unpack(data)
         return self._drawn([seed, pack, item], crops, pooled)
 
     def video(self, data: bytes, frames: Sequence[int]) -> Pixels:
-        """Return some frames of a video. A frame does not depend on the other frames."""
+        """Return some frames of a video. A frame does not depend on which others are decoded."""
         seed, pack, item, crops, pooled = _ITEM.unpack(data)
         crops = crops if self.patch_shape[0] == 1 else 1
         drawn = [self._drawn([seed, pack, item, frame], crops, pooled) for frame in frames]
         return joined(drawn, self.patch_shape)
 
     def _drawn(self, seed: Sequence[int], crops: int, pooled: int) -> Pixels:
-        """Draw normal patches and random windows."""
+        """Return patches with normally distributed values, and random windows."""
         rng = np.random.default_rng(seed)
         patches = rng.standard_normal((crops, *self.patch_shape), np.float32)
         if self.patch_shape[0] == 1:

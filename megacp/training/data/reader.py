@@ -1,12 +1,12 @@
-"""Read a packed dataset for training, on a local disk or at a URL.
+"""Reader of packed datasets for training, on a local disk or at a URL.
 
-A dataset opens only if all files have the sizes in the manifest, and all tables its hashes.
-Otherwise a run would find the damage only after hours, at the first use of a shard. Reading a
-random pack takes one read of a bin at a known offset, and the data is compared with its checksum.
+A dataset opens only if all files have the sizes and all tables have the hashes in the manifest.
+Otherwise, a run might detect damage only after hours, when it first uses a shard. To read a random
+pack, one read of a bin at a known offset is enough; the data is compared with its checksum.
 `tables` and `manifest` describe the files.
 
 If the dataset is at a URL, its tables are copied to local files named by their sha256, which all
-ranks of the machine share. Bins are copied too if they fit in the cache. Otherwise they are read
+ranks on the machine share. Bins are also copied if they fit in the cache. Otherwise, they are read
 pack by pack.
 """
 
@@ -47,7 +47,7 @@ _TABLES = {
     "image_checksums": tables.ITEM_CHECKSUM_DTYPE,
 }
 OpenFile = Callable[[Any, FileEntry], StoredFile]
-"""Opens a file of a dataset, which must have the size in the manifest."""
+"""Function that opens a file of a dataset, which must have the size in the manifest."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,35 +55,35 @@ class PackImages:
     """The stored images of one pack."""
 
     units: np.ndarray
-    """tables.UNIT_DTYPE [u]; `segment` is counted within the pack; u = 0 for text."""
+    """tables.UNIT_DTYPE [u]; `segment` is relative to the pack; u = 0 for text."""
     boundaries: Mapping[int, np.ndarray]
     """BOUNDARY_DTYPE [P] by CP degree P, for the planned degrees."""
     read: Callable[[int], bytes]
-    """Returns the encoded bytes of an item (an image or a video) by its number in the units. Any
-    thread may call it.
+    """Function that returns the encoded bytes of an image or a video by its `item` in the units.
+    Any thread may call it.
     """
     feature_ids: tuple[int, ...]
-    """Token ids that are replaced by pooled features."""
+    """Ids of tokens that stand for pooled features."""
     grids: np.ndarray | None = None
-    """Rows and columns of the pooled tokens of each unit, int64 [u, 2], if the dataset has them."""
+    """Rows and columns of each unit's pooled tokens, int64 [u, 2], if the dataset has grids."""
 
 
 @dataclass(frozen=True, eq=False)
 class Pack:
-    """A stored pack: the true tokens of its segments, concatenated. `collate` adds the padding."""
+    """A stored pack: the concatenated true tokens of its segments. `collate` adds the padding."""
 
     index: int
     tokens: np.ndarray
-    """Token ids [n], n = sum of the true lengths (read-only)."""
+    """Read-only token ids [n], where n is the sum of the segments' true lengths."""
     weights: np.ndarray | None
-    """float32 [n]; None if all are 1."""
+    """Loss weights, float32 [n]; None if all are 1."""
     segments: np.ndarray
     """tables.SEGMENT_DTYPE [s]."""
     branches: np.ndarray | None = None
     """tables.BRANCH_DTYPE [sum of num_branches], in segment order; None without branches."""
     images: PackImages | None = None
     sources: tuple[str, ...] = ()
-    """Names of the input files, indexed by `source_file` of a segment."""
+    """Names of the input files, indexed by a segment's `source_file`."""
 
     def record(self, segment: int) -> str:
         """Return the origin of a segment, as text for an error message."""
@@ -94,8 +94,8 @@ class Pack:
 
 
 class Shard:
-    """The readers and tables of one open shard. Missing tables are empty. Packs are numbered within
-    the shard.
+    """Readers and tables of an open shard. Missing tables are empty. Packs are numbered within the
+    shard.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Shard:
         manifest: DatasetManifest,
         open_file: OpenFile = StoredFile,
     ) -> None:
-        """Open the files; raise ValueError with all that are missing or wrong."""
+        """Open the files. Raise ValueError that lists all missing or wrong files."""
         opened = dict[str, StoredFile]()
         # Collect the problems of all files before raising.
         reasons = []
@@ -150,18 +150,18 @@ class Shard:
             )
 
     def token_ids(self, number: int) -> np.ndarray:
-        """Return all token ids of a pack. Raise ValueError if they are damaged."""
+        """Return a pack's token ids. Raise ValueError if they are damaged."""
         return self._values(self.tokens, "tokens", number)
 
     def loss_weights(self, number: int) -> np.ndarray | None:
-        """Return the loss weights of a pack, float32 [n]; None if all are 1.
+        """Return a pack's loss weights, float32 [n]; None if all are 1.
 
         Raise ValueError if they are damaged.
         """
         return None if self.weights is None else self._values(self.weights, "weights", number)
 
     def _values(self, reader: IndexedReader, column: str, number: int) -> np.ndarray:
-        """Return the values of a pack in a column, which must have the right checksum."""
+        """Return a pack's tokens or weights. Raise ValueError if the checksum does not match."""
         start = int(self.packs["first_segment"][number])
         stop = start + int(self.packs["num_segments"][number])
         checksum = int(self.checksums[column][number])
@@ -171,7 +171,7 @@ class Shard:
     def item(self, number: int) -> bytes:
         """Return the encoded bytes of an image or a video.
 
-        Raise ImageError if they are damaged, so that `--on-bad-image` applies.
+        If they are damaged, raise ImageError, to which `--on-bad-image` applies.
         """
         assert self.images is not None
         try:
@@ -181,12 +181,12 @@ class Shard:
             raise ImageError(str(error)) from error
 
     def images_of(self, number: int, feature_ids: tuple[int, ...]) -> PackImages:
-        """Return the images of a pack."""
+        """Return the images of pack `number`."""
         row = self.packs[number]
         first = int(row["first_unit"])
         own = slice(first, first + int(row["num_units"]))
         units = self.units[own].copy()  # the table is read-only
-        units["segment"] -= int(row["first_segment"])  # number in the shard -> number in the pack
+        units["segment"] -= int(row["first_segment"])  # index in the shard -> index in the pack
         grids = None
         if len(self.grids):
             columns = [self.grids[own][name] for name in ("rows", "columns")]
@@ -198,7 +198,7 @@ class Shard:
 
 
 def _sound(reader: IndexedReader, start: int, stop: int, built: int, name: str) -> bytes:
-    """Return the bytes of sequences `start..stop`.
+    """Return the bytes of sequences [start, stop).
 
     Raise ValueError unless their checksum is `built`.
     """
@@ -207,17 +207,17 @@ def _sound(reader: IndexedReader, start: int, stop: int, built: int, name: str) 
     if found != built:
         raise ValueError(
             f"{reader.bin.path}: {name} has the checksum {found:08x}, but it was built with "
-            f"{built:08x}: the file has been damaged or replaced; run `verify` to list all damage, "
-            "and restore the file from a good copy"
+            f"{built:08x}: the file has been damaged or replaced; run tools/preprocess_data.py "
+            "verify to list all damage, and restore the file from a good copy"
         )
     return data
 
 
 class PackedDataset:
-    """A finished dataset, open for reading. Packs are numbered over the shards of the manifest.
+    """A finished dataset, open for reading. Packs are numbered across the manifest's shards.
 
-    At most `open_shards` shards are open at a time. An open shard has 3 descriptors, and tables of
-    about 60 bytes per segment.
+    At most `open_shards` shards are open at a time. An open shard has 3 file descriptors, and
+    tables of about 60 bytes per segment.
     """
 
     def __init__(
@@ -226,16 +226,16 @@ class PackedDataset:
         cache: DataCache | None = None,
         open_shards: int = OPEN_SHARDS,
     ) -> None:
-        """Open manifest.json and check every shard; raise ValueError with all problems.
+        """Read manifest.json and check every shard. Raise ValueError with all problems.
 
-        `cache` stores data read from a URL. By default, each dataset has a small cache.
+        `cache` stores data read from a URL. By default, each dataset has its own small cache.
         """
         self.directory = root = place_of(directory)
         self.manifest = manifest = DatasetManifest.read(directory)
         open_file: OpenFile = StoredFile
         if isinstance(root, Url):
             open_file = (cache or DataCache()).opener(root, manifest)
-        # [shards]: number after the last pack of each shard
+        # [shards]: number of each shard's last pack, plus one
         self._stops = list(accumulate(entry.num_packs for entry in manifest.shards))
 
         def opened(number: int) -> Shard:
@@ -243,20 +243,19 @@ class PackedDataset:
             return Shard(root / entry.name, entry, manifest, open_file)
 
         self.shard: Callable[[int], Shard] = functools.lru_cache(open_shards)(opened)
-        """Returns an open shard by its number; closes the least recently used one if there are too
-        many.
+        """Function that returns an open shard by number. If there are too many, it closes the least
+        recently used shard.
         """
         self.fingerprint = manifest.fingerprint
-        """Hash of the sizes and hashes of all files. Reading refuses a file that differs from them.
-        """
-        # Open all shards once, in parallel: at a URL, each takes several requests.
+        """Hash of the sizes and hashes of all files. A file that differs from these is not read."""
+        # Open all shards once, in parallel, because each takes several requests at a URL.
         with ThreadPoolExecutor(16) as pool:
             reasons = [text for text in pool.map(self._look, range(len(manifest.shards))) if text]
             if reasons:
                 raise ValueError(listed(reasons, 20, "; "))
 
     def _look(self, number: int) -> str:
-        """Return the problems of a shard; empty if there are none."""
+        """Return the problems of a shard, or ""."""
         try:
             self.shard(number)
         except ValueError as error:
@@ -268,14 +267,14 @@ class PackedDataset:
         return self._stops[-1] if self._stops else 0
 
     def pack(self, i: int) -> Pack:
-        """Return pack `i`, 0 <= i < len, from any thread; its arrays are read-only.
+        """Return pack `i`, 0 <= i < len, with read-only arrays. Any thread may call this.
 
-        Raise IndexError for other numbers. Raise ValueError if the files have changed since the
+        Raise IndexError for other numbers, and ValueError if the files have changed since the
         dataset was opened or built.
         """
         if not 0 <= i < len(self):
-            raise IndexError(f"pack {i} of {self.directory}, which has {len(self)} packs")
-        # find the shard, then the pack's number in it
+            raise IndexError(f"no pack {i} of {self.directory}: it has {len(self)} packs")
+        # find the shard, then the pack's number within the shard
         number = bisect.bisect_right(self._stops, i)
         shard = self.shard(number)
         within = i - self._stops[number] + len(shard.packs)  # counted back from the shard's end
@@ -295,15 +294,16 @@ class PackedDataset:
 
 
 class StoredObject(StoredFile):
-    """A bin of a packed dataset at a URL, read by offset."""
+    """Bin of a packed dataset at a URL, read by offset."""
 
     def __init__(self, url: Url, size: int) -> None:
         self.path = str(url)
         self.size = size
         self._url = url
+        self._sha256 = None
 
     def read(self, offset: int, count: int) -> bytes:
-        """Return a range of bytes; raise ValueError if the object has been removed."""
+        """Return a range of bytes. Raise ValueError if the object has been removed."""
         try:
             return self._url.read(offset, count) if count else b""
         except FileNotFoundError as error:
@@ -311,14 +311,14 @@ class StoredObject(StoredFile):
 
 
 class DataCache:
-    """The folder for copies of tables and of at most `gib` GiB of bins; one for the whole run."""
+    """Local copies of a run's tables, and of at most `gib` GiB of bins."""
 
     def __init__(self, folder: files.StrPath | None = None, gib: float = 1.0) -> None:
         self._given = folder
         self._free = int(gib * 2**30)
 
     def _place(self, sha256: str) -> Path:
-        """Return the path of the file with this hash, which may not exist yet."""
+        """Return the path for the file with this hash; the file may not exist yet."""
         name = f"tables/{sha256[:2]}"
         if self._given is None:
             return cache_folder(name) / sha256
@@ -327,11 +327,11 @@ class DataCache:
         return folder / sha256
 
     def opener(self, root: Url, manifest: DatasetManifest) -> OpenFile:
-        """Return a function that opens files of a dataset after comparing their sizes."""
+        """Return a function that checks the sizes of a dataset's files and opens them."""
         bins = 0
         for shard in manifest.shards:
             bins += sum(file.size for file in shard.files if file.name.endswith(".bin"))
-        # random access to many small ranges is slow in a store
+        # in a store, random access to many small ranges is slow
         copied = bins <= self._free  # copy all bins of a dataset or none
         if copied:
             self._free -= bins
@@ -342,14 +342,14 @@ class DataCache:
                 size = url.size() if sizes is None else sizes.get(url.text[len(root.text) + 1 :])
             except FileNotFoundError:
                 size = None
-            # the size is checked here, the content when it is read
+            # check the size here; the contents are checked when they are read
             if size != stated.size:
                 found = "no such file" if size is None else f"{size} bytes"
                 raise ValueError(f"{url}: {found}, the manifest says {stated.size} bytes")
             if url.name.endswith(".bin") and not copied:
                 return StoredObject(url, size)
             path = self._place(stated.sha256)
-            # A copy of an earlier run, or of another rank, is used if its content is right.
+            # Use a copy from an earlier run or another rank if its contents are correct.
             try:
                 whole = files.sha256_of(path, size)[1] == stated.sha256
             except (OSError, ValueError):  # missing or truncated

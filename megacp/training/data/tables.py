@@ -1,10 +1,11 @@
-"""The files of a shard: fixed-width tables and Megatron's indexed bins, and reading by offset.
+"""Files of a shard: fixed-width tables and Megatron's indexed bins, which are read by offset.
 
-docs/datasets.md lists them. A table is a little-endian structured `.npy` file, read as a whole.
+docs/datasets.md lists the files. A table is a little-endian structured `.npy` file, read as a
+whole.
 
-A file that is truncated, replaced or unreadable during a run is an error that names it. With a
-memory map, the same would end the process by SIGBUS. Checksums are zlib's crc32: zlib-ng computes
-it at 40 GB/s, Python's zlib at 2 GB/s.
+Files are not memory-mapped: if a file is truncated, replaced or unreadable during a run, an error
+that names the file is raised, whereas a memory map would kill the process with SIGBUS. Checksums
+are zlib's crc32; zlib-ng computes it at 40 GB/s, Python's zlib at 2 GB/s.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ PACK_DTYPE = np.dtype(
         ("num_segments", "<i4"),
         ("num_units", "<i4"),
         ("num_tokens", "<i4"),  # sum of its segments' padded_length, at most seq_length
-        ("num_crops", "<i4"),  # crops of its units, the second packing budget
+        ("num_crops", "<i4"),  # number of crops in its units, the second packing budget
     ]
 )
 SEGMENT_DTYPE = np.dtype(
     [
-        # byte offset of the record in its uncompressed file, or its ordinal
+        # byte offset of the record in its uncompressed file, or the record's number
         ("source_offset", "<i8"),
-        # index of the first token in the whole document; above 0 in later pieces of a split one
+        # index of the first token in the whole document; above 0 in later pieces of a document
         ("source_start", "<i8"),
         ("first_branch", "<i8"),  # row of branches.npy
         ("source_file", "<i4"),  # index into the manifest's sources
@@ -47,37 +48,37 @@ SEGMENT_DTYPE = np.dtype(
         ("flags", "<u4"),  # FLAG_SPLIT | FLAG_TRUNCATED
     ]
 )
-# branches 1, 2, ... in the order of their tokens; a branch may have branches
+# branches 1, 2, ... in token order; a branch may have branches
 BRANCH_DTYPE = np.dtype(
     [
-        ("start", "<i4"),  # first token, counted from the start of the segment, like `leave`
-        ("length", "<i4"),  # tokens of the branch without its branches
+        ("start", "<i4"),  # first token, relative to the start of the segment, like `leave`
+        ("length", "<i4"),  # number of tokens in the branch, without its own branches
         ("leave", "<i4"),  # end of its last branch; its own end if it has none
     ]
 )
 UNIT_DTYPE = np.dtype(
     [
-        ("segment", "<i8"),  # row of segments.npy with the unit's tokens
-        ("item", "<i8"),  # sequence of images.bin with its bytes
-        ("start", "<i4"),  # its first token, counted from the start of the segment
-        ("num_tokens", "<i4"),  # number of its tokens, including markers
-        ("image_stop", "<i4"),  # cumulative crops of the pack including this unit
-        ("pooled_stop", "<i4"),  # cumulative pooled tokens of the pack including this unit
+        ("segment", "<i8"),  # row of segments.npy that contains the unit's tokens
+        ("item", "<i8"),  # sequence of images.bin that contains the unit's bytes
+        ("start", "<i4"),  # first token of the unit, relative to the start of the segment
+        ("num_tokens", "<i4"),  # number of tokens, including markers
+        ("image_stop", "<i4"),  # cumulative crops of the pack, including this unit
+        ("pooled_stop", "<i4"),  # cumulative pooled tokens of the pack, including this unit
         ("frame", "<i4"),  # frame number in a video; -1 for an image
-        ("branch", "<i4"),  # branch with its tokens; 0 = the shared prefix
+        ("branch", "<i4"),  # branch that contains the unit's tokens; 0 = the shared prefix
     ]
 )
-# of the pooled tokens of each unit; the file is missing for families without grids
+# grid of each unit's pooled tokens; the file is missing for families without grids
 GRID_DTYPE = np.dtype([("rows", "<i4"), ("columns", "<i4")])
-# of each pack; `weights` is 0 in a shard without weights
+# checksums of each pack; `weights` is 0 in a shard without weights
 CHECKSUM_DTYPE = np.dtype([("tokens", "<u4"), ("weights", "<u4")])
-ITEM_CHECKSUM_DTYPE = np.dtype([("data", "<u4")])  # of each sequence of images.bin
+ITEM_CHECKSUM_DTYPE = np.dtype([("data", "<u4")])  # checksum of each sequence in images.bin
 FLAG_SPLIT = 1  # the segment is a piece of a document, cut by `--oversize split`
 FLAG_TRUNCATED = 2  # the end of the document was dropped by `--oversize truncate`
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
-"""Header of an .idx: magic, version, dtype code, number of sequences, number of document
+"""Header of an .idx file: magic, version, dtype code, number of sequences, number of document
 boundaries.
 """
 _DTYPES = ("u1", "i1", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2")
@@ -92,7 +93,7 @@ def padded_lengths(lengths: np.ndarray, pad_multiple: int) -> np.ndarray:
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """Return Megatron's dtype of token ids: uint16 if `vocab_size` < 65,500, else int32."""
+    """Return Megatron's dtype for token ids: uint16 if `vocab_size` < 65,500, else int32."""
     return np.dtype("<u2") if vocab_size < 65_500 else np.dtype("<i4")
 
 
@@ -108,14 +109,15 @@ def pointers(lengths: np.ndarray, itemsize: int) -> np.ndarray:
 
 
 class StoredFile:
-    """An open file. It closes with its last reference, never while a thread still reads it."""
+    """An open file. It is closed with its last reference, never while a thread is reading it."""
 
     def __init__(
         self, path: files.StrPath, stated: FileEntry | None = None, name: str | None = None
     ) -> None:
-        """Open a file. `name` replaces its path in messages, for a copy of another file.
+        """Open a file. `name` replaces its path in messages, if it is a copy of another file.
 
-        Raise ValueError if `path` is missing, is not a regular file, or has not the `stated` size.
+        Raise ValueError if `path` is missing, is not a regular file, or differs from the `stated`
+        size.
         """
         expected = "" if stated is None else f", the manifest says {stated.size} bytes"
         try:
@@ -133,9 +135,9 @@ class StoredFile:
             raise ValueError(f"{path}: {self.size} bytes{expected}")
 
     def read(self, offset: int, count: int) -> bytes:
-        """Return `count` bytes from byte `offset` on, from any thread.
+        """Return `count` bytes starting at byte `offset`. Any thread may call this.
 
-        Raise ValueError if the file ends before.
+        Raise ValueError if the file ends earlier.
         """
         data = b""
         while len(data) < count:  # one call returns at most 2 GiB
@@ -152,7 +154,7 @@ class StoredFile:
         return data
 
     def whole(self) -> bytes:
-        """Return all of a small file. Raise ValueError if its sha256 is not the stated one."""
+        """Return the contents of a small file. Raise ValueError if its sha256 is not as stated."""
         data = self.read(0, self.size)
         if self._sha256 is None:
             return data
@@ -165,15 +167,15 @@ class StoredFile:
 
 
 _PARSING = threading.Lock()
-"""numpy parses a header with `ast`, which occasionally fails in two threads of Python 3.11 (CPython
-issue 106905).
+"""Lock for numpy's header parser: it uses `ast`, which occasionally fails if two threads use it in
+Python 3.11 (CPython issue 106905).
 """
 
 
 def table_of(file: StoredFile, dtype: np.dtype, columns: int | None = None) -> np.ndarray:
-    """Return an `.npy` file of that dtype, [rows] or [rows, columns], read-only.
+    """Return the read-only table in an `.npy` file, [rows] or [rows, columns] of `dtype`.
 
-    Raise ValueError, naming the file, if it has other contents.
+    Raise ValueError that names the file if it has other contents.
     """
     row_shape = () if columns is None else (columns,)
     data = file.whole()
@@ -181,7 +183,9 @@ def table_of(file: StoredFile, dtype: np.dtype, columns: int | None = None) -> n
         with _PARSING:
             table: np.ndarray = np.load(io.BytesIO(data), allow_pickle=False)
         if table.dtype != dtype or table.shape[1:] != row_shape:
-            raise ValueError(f"it has {table.shape} of {table.dtype}: rebuild the dataset")
+            raise ValueError(
+                f"it has the shape {table.shape} and dtype {table.dtype}: rebuild the dataset"
+            )
     except (ValueError, EOFError, OSError) as error:
         raise ValueError(f"{file.path}: is not a table of {dtype.names}: {error}") from error
     table.setflags(write=False)
@@ -191,15 +195,15 @@ def table_of(file: StoredFile, dtype: np.dtype, columns: int | None = None) -> n
 class IndexedReader:
     """Megatron's indexed dataset, `PREFIX.bin` + `PREFIX.idx`: sequences grouped into documents.
 
-    After its header, the .idx file has int32 sequence lengths, int64 byte pointers and int64
-    boundaries of documents, counted in sequences (the first is 0), all little-endian. Megatron
-    appends one int8 mode per sequence to multimodal files; the modes are ignored.
+    After its header, the .idx file contains int32 sequence lengths, int64 byte pointers and int64
+    document boundaries, counted in sequences (the first is 0). All are little-endian. In multimodal
+    files, Megatron appends one int8 mode per sequence (`modes`, otherwise empty).
     """
 
     def __init__(self, index_file: StoredFile, bin_file: StoredFile) -> None:
         """Read the index.
 
-        Raise ValueError, naming the file, if the index is damaged or belongs to another bin.
+        Raise ValueError that names the file if the index is damaged or belongs to another bin.
         """
         self.bin = bin_file
         index = index_file.whole()
@@ -212,15 +216,16 @@ class IndexedReader:
             self.boundaries = np.frombuffer(index, "<i8", num_boundaries, HEADER.size + 12 * count)
             offsets = pointers(self.lengths, self.dtype.itemsize)
             self._offsets = np.append(offsets, bin_file.size)  # [count + 1]
-            modes = len(index) - HEADER.size - 12 * count - 8 * num_boundaries
-            is_known = (magic, version) == (MAGIC, VERSION) and modes in (0, count)
+            end = HEADER.size + 12 * count + 8 * num_boundaries
+            self.modes = np.frombuffer(index, "i1", offset=end)
+            is_known = (magic, version) == (MAGIC, VERSION) and len(self.modes) in (0, count)
             if not is_known or (self.lengths < 0).any():
                 raise ValueError(f"it begins with {index[:18]!r} and has {len(index)} bytes")
             if not np.array_equal(starts, self._offsets[:-1]):
-                raise ValueError("its pointers differ from the ends of its sequences")
+                raise ValueError("its pointers do not match its sequence lengths")
         except (struct.error, KeyError, ValueError, OverflowError) as error:
             raise ValueError(
-                f"{index_file.path}: is not a Megatron index, or is damaged: {error}"
+                f"{index_file.path}: is damaged or not a Megatron index: {error}"
             ) from error
         needed = int(self.lengths.sum(dtype=np.int64)) * self.dtype.itemsize
         if bin_file.size != needed:
@@ -232,7 +237,11 @@ class IndexedReader:
         """Return the number of sequences."""
         return len(self.lengths)
 
+    def document_starts(self) -> np.ndarray:
+        """Return the byte of the bin at which each document begins, int64 [documents]."""
+        return self._offsets[self.boundaries[:-1]]
+
     def stored(self, start: int, stop: int) -> bytes:
-        """Return the bytes of sequences `start..stop`."""
+        """Return the bytes of sequences [start, stop)."""
         first = int(self._offsets[start])
         return self.bin.read(first, int(self._offsets[stop]) - first)

@@ -1,11 +1,11 @@
-"""Compare the starting conditions of all ranks, and report differences.
+"""Check that all ranks start with the same flags, data and software, and report differences.
 
-Ranks compare them in the run's store, before any process group of the grid exists. If one rank has
-a different grid, size or timeout, the run ends with a message instead of a hang.
+Ranks exchange these values through the run's store, before the grid's process groups exist. If a
+rank has a different grid, size or timeout, the run ends with a message instead of hanging.
 
-Only the flags in MAY_DIFFER may differ. They set where a machine keeps its copy of the packs or of
-a Hugging Face folder, and how many threads read packs. The fingerprints of the copies are compared
-instead of their paths. All other flags affect the result, the written files or the collectives.
+Only the flags in MAY_DIFFER may differ: paths of a machine's own copy of the packs or of a Hugging
+Face folder, and the number of reader threads. For these copies, fingerprints are compared instead
+of paths. All other flags affect the results, the written files or the collectives.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ MAY_DIFFER = (
 
 
 class AlikeError(ValueError):
-    """An error that every rank of the run raises with the same message."""
+    """Error that every rank of the run raises with the same message."""
 
 
 def statement(config: RunConfig, sources: Sources, device_type: str) -> dict[str, str]:
-    """Return everything that must be equal on all ranks, by the name that messages use."""
+    """Return the values that must be equal on all ranks, by their names in messages."""
     values = {}
     for name, value in flatten(config).items():
         if name not in MAY_DIFFER:
@@ -58,9 +58,9 @@ def statement(config: RunConfig, sources: Sources, device_type: str) -> dict[str
 def require_equal_start(
     rendezvous: Rendezvous, stated: dict[str, str] | None, problem: str = ""
 ) -> None:
-    """Return if all ranks state the same values and no rank has a `problem`.
+    """Raise AlikeError on every rank if ranks state different values or any rank has a `problem`.
 
-    Otherwise raise AlikeError with the same message on every rank.
+    The message is the same on all ranks.
     """
     mine = json.dumps({"host": rendezvous.host, "stated": stated or {}, "problem": problem})
     verdict = rendezvous.decided_by_rank_0("start", mine, _differences)
@@ -69,9 +69,9 @@ def require_equal_start(
 
 
 def _differences(values: list[str]) -> str:
-    """Return a message about problems or differences; empty if there are none.
+    """Return a message about problems or differences, or "".
 
-    `values` are the JSON reports of all ranks, in the order of ranks.
+    `values` are the JSON reports of all ranks, in rank order.
     """
     reports = [json.loads(value) for value in values]  # one per rank
     problems: dict[str, list[int]] = {}
@@ -79,7 +79,7 @@ def _differences(values: list[str]) -> str:
         if one["problem"]:
             problems.setdefault(one["problem"], []).append(rank)
     if problems:
-        # a problem that all ranks share needs no list of ranks
+        # a problem on all ranks needs no list of ranks
         if len(problems) == 1 and len(*problems.values()) == len(reports):
             return next(iter(problems))
         lines = []
@@ -97,14 +97,14 @@ def _differences(values: list[str]) -> str:
             groups.setdefault(one["stated"].get(name, "absent"), []).append(rank)
         if len(groups) == 1:
             continue
-        # the value of most ranks comes last, after the deviating ones
+        # the most common value comes last, after the deviating values
         usual, *deviating = sorted(groups, key=lambda value: -len(groups[value]))
         parts = [f"{value} on {_ranks_and_hosts(groups[value], reports)}" for value in deviating]
         usual_part = f"{usual} on {_ranks_and_hosts(groups[usual], reports)}"
         lines.append(f"  - {name}: {', '.join(parts)}; {usual_part}")
     head = (
-        f"the {len(reports)} ranks of this run were not started alike; start all of them with the "
-        "same flags and software:"
+        f"the {len(reports)} ranks of this run were started differently; start all of them with "
+        "the same flags, data and software:"
     )
     return "\n".join([head, *lines]) if lines else ""
 

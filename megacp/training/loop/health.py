@@ -1,18 +1,18 @@
-"""The anomaly check: decide once per step, before the update, whether its numbers are sound.
+"""Anomaly check: decide once per step, before the update, whether the step's numbers are sound.
 
-The decision depends only on numbers that are equal on all ranks and on state in the checkpoint. All
-ranks therefore make the same decision, and a resumed run decides like an uninterrupted one. The
-rules apply in this order:
+The decision depends only on numbers that are equal on all ranks and on state in the checkpoint.
+Therefore, all ranks make the same decision, as does a resumed run. The rules apply in this order:
 
 * If images of too many documents could not be decoded, the run ends.
 * A step is skipped if it has no loss tokens, or if its loss or gradient is not finite.
-* A loss or gradient norm far above its running median is logged. After that, the next one is logged
-  only if it is far above the last logged value, or if the median has halved or doubled.
+* A loss or gradient norm far above its running median is logged. After that, another is logged only
+  if it is far above the last logged value, or if the median has halved or doubled.
 * Too many skipped steps in a row end the run.
 
-After a finding, all ranks together name the suspicious packs; a good step has no extra cost. A loss
-belongs to one microbatch, so only its packs are named. A gradient is a sum over ranks, so all packs
-of the step are named. Weights are checked before they are saved and after they are loaded.
+After a finding, the ranks together determine the suspicious packs; a good step has no extra cost. A
+bad loss belongs to one microbatch, so only its packs are listed. A gradient is a sum across ranks,
+so all packs of the step are listed. Weights are checked before they are saved and after they are
+loaded.
 """
 
 from __future__ import annotations
@@ -32,32 +32,29 @@ from megacp.engine.step.decision import Decision, finite_only
 from megacp.storage.wording import listed
 
 IMAGE_DOCUMENTS = 16
-"""Documents with images to see before judging the share of bad ones. Among fewer documents, a
-single bad image would already be a large share.
+"""Minimum number of documents with images before the dropped fraction is checked. With fewer
+documents, a single bad image would already be a large fraction.
 """
 MOST_LEFT_OUT = 0.5
-"""Largest share of documents with images that may be left out."""
+"""Largest fraction of documents with images that may be dropped."""
 LOSS_SPIKE, NORM_SPIKE = 3.0, 10.0
-"""A loss or gradient norm greater than this multiple of its running median is a spike."""
+"""A loss or gradient norm above this multiple of its running median is a spike."""
 MAX_SKIPPED_STEPS = 10
-"""Steps in a row without an update (not finite, refused, no loss tokens) that end a run. The run
-then saves no checkpoint.
+"""Number of consecutive steps without an update that ends a run. The run then saves no checkpoint.
 """
 _WINDOW = 64
 """Number of updates in the running median."""
 KNOWN_UPDATES = 8
-"""Updates needed before values are compared with the running median."""
+"""Number of updates before values are compared with the running median."""
 
 
 class AnomalyError(Exception):
-    """The run must end, for the reason in the message. All ranks raise it together, and no
-    checkpoint is saved afterwards.
-    """
+    """Error that ends the run; all ranks raise it together, and nothing is saved afterwards."""
 
 
 @dataclass(frozen=True)
 class StepNumbers:
-    """The numbers of a step that all ranks know before its update."""
+    """Numbers of a step that are equal on all ranks before the update."""
 
     step: int
     loss: float
@@ -66,30 +63,30 @@ class StepNumbers:
     weight: float = 1.0
     """Sum of the loss weights."""
     image_documents: int = 0
-    """Documents with images, including those left out; counted only with --on-bad-image skip."""
+    """Number of documents with images, including dropped ones; only with --on-bad-image skip."""
     left_out: int = 0
-    """Documents left out because of a bad image."""
+    """Number of documents dropped because of a bad image."""
 
 
 class Health:
     """The rules, applied to the steps of one run.
 
-    `state` is a value of `Health.state` from a checkpoint; None for a fresh run.
+    `state` is the result of `Health.state` from a checkpoint; None for a new run.
     """
 
     def __init__(self, state: Mapping[str, Any] | None = None) -> None:
         state = {**_FRESH, **(state or {})}  # older checkpoints may lack a value
         self._losses = deque(map(float, state["losses"]), _WINDOW)
         self._norms = deque(map(float, state["grad_norms"]), _WINDOW)
-        # of the last logged spike of each name: [value, median]
+        # [value, median] of the last logged spike, by name
         self._logged: dict[str, list[float]] = dict(state["told"])
         self.skipped_in_a_row: int = state["skipped_in_a_row"]
-        """Steps since the last update."""
+        """Number of steps since the last update."""
         self._image_documents: int = state["image_documents"]
         self._left_out: int = state["left_out"]
 
     def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint: JSON numbers, all finite."""
+        """Return the state to store in a checkpoint, as finite JSON numbers."""
         return {
             "losses": list(self._losses),
             "grad_norms": list(self._norms),
@@ -100,12 +97,12 @@ class Health:
         }
 
     def check(self, numbers: StepNumbers) -> Decision:
-        """Decide on a step and add it to the state. Call it once per step."""
+        """Return the decision on a step, and add the step to the state. Call it once per step."""
         end = self._bad_images(numbers)
         if end:
             return Decision(update=False, end=end)
         decision = self._on_numbers(numbers)
-        # Skipped steps do not enter the medians: a NaN would spoil them.
+        # Skipped steps are excluded from the medians, which a NaN would spoil.
         if decision.update:
             self.skipped_in_a_row = 0
             self._losses.append(numbers.loss)
@@ -119,11 +116,11 @@ class Health:
         return Decision(False, decision.finite, decision.findings, end)
 
     def _on_numbers(self, numbers: StepNumbers) -> Decision:
-        """Decide by the loss weights, the loss and the gradient norm."""
+        """Return the decision based on the loss weights, the loss and the gradient norm."""
         if numbers.weight == 0.0:
             finding = "no token of the step has a loss weight"
             if numbers.left_out:
-                finding += ", bad images left out"
+                finding += ", after documents with bad images were dropped"
             return Decision(update=False, findings=(finding,))
         decision = finite_only(numbers.loss, numbers.grad_norm)
         if not decision.finite:
@@ -136,13 +133,13 @@ class Health:
         return Decision(findings=tuple(text for text in found if text))
 
     def _spike(self, name: str, value: float, before: deque[float], factor: float) -> str:
-        """Return a finding if `value` is a spike; empty if not, or if too few updates are known."""
+        """Return a finding if `value` is a spike, or ""; also "" if there were too few updates."""
         if len(before) < KNOWN_UPDATES:
             return ""
         usual = statistics.median(before)
         if usual <= 0.0 or value <= factor * usual:
             return ""
-        # Log a lasting high level only once: until it rises or the median adapts to it.
+        # Log a lasting high level only once, unless it rises further or the median adapts to it.
         last, median = self._logged.get(name, (0.0, 0.0))
         if value <= factor * last and 0.5 * median < usual < 2.0 * median:
             return ""
@@ -153,13 +150,12 @@ class Health:
         )
 
     def _bad_images(self, numbers: StepNumbers) -> str:
-        """Return a message if too many documents lost their images.
+        """Return a message if too many documents were dropped because of bad images, or "".
 
-        It is empty if they did not, or if too few documents were read to judge.
+        The fraction is checked once per window of at least `IMAGE_DOCUMENTS` documents.
         """
         self._image_documents += numbers.image_documents
         self._left_out += numbers.left_out
-        # judge a window of at least this many documents, then begin the next window
         if self._image_documents < IMAGE_DOCUMENTS:
             return ""
         seen = self._image_documents
@@ -168,8 +164,8 @@ class Health:
         if left_out <= MOST_LEFT_OUT * seen:
             return ""
         return (
-            f"{left_out} of the last {seen} documents with images were left out: an image could "
-            "not be decoded"
+            f"{left_out} of the last {seen} documents with images were dropped because an image "
+            "could not be decoded"
         )
 
 
@@ -185,17 +181,17 @@ _MOST_TENSORS = 4
 
 
 def damaged_tensors(boxes: Sequence[TensorBox], world: Axis) -> str:
-    """Return the names of tensors that are not finite, and their ranks, as text for a message.
+    """Return text with the names and ranks of tensors that are not finite. Collective.
 
-    The text is equal on all ranks, and empty if all tensors are finite. Collective.
+    The text is equal on all ranks, and "" if all tensors are finite.
     """
-    filled = [box for box in boxes if box.tensor.numel()]  # aminmax refuses empty tensors
-    # NaN and inf both show up in the minimum or the maximum
+    filled = [box for box in boxes if box.tensor.numel()]  # aminmax does not accept empty tensors
+    # NaN and inf both appear in the minimum or the maximum
     ends = [torch.stack(box.tensor.detach().aminmax()) for box in filled]
     # one transfer to the CPU for all tensors
     finite = torch.stack([end.isfinite().all() for end in ends]).tolist() if ends else []
     bad = sorted({box.name for box, sound in zip(filled, finite, strict=True) if not sound})
-    # a rank sees only its own shard of a tensor
+    # a rank has only its own shard of a tensor
     found = gather_objects(bad, world)
     ranks = [str(rank) for rank, of_rank in enumerate(found) if of_rank]
     if not ranks:

@@ -1,9 +1,9 @@
-"""The images of a run: which rank decodes which images, and agreement about bad ones.
+"""Images of a run: which rank decodes which images, and how ranks agree on bad images.
 
-With `--on-bad-image skip`, all ranks that read a row leave out the same documents. Before a step,
-each rank reports the documents that it could not decode. All ranks clear the union of the reports,
-so packs, weights and masks stay equal. One small all-reduce per step finds out whether there are
-any reports.
+With `--on-bad-image skip`, all ranks that read a row must drop the same documents. Before a step,
+each rank reports the documents that it could not decode. All ranks drop the union of the reported
+documents, so packs, weights and masks remain equal. One small all-reduce per step checks whether
+there are any reports.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from megacp.training.data.mock import MockImages
 
 
 def mock_images(config: RunConfig) -> MockImages | None:
-    """Return generated images that fit the vision tower; None for a model without one."""
+    """Return mock images that fit the vision tower; None for a model without a tower."""
     vision = config.vision
     if not vision.vision_num_layers:
         return None
-    # two ids above the vocabulary if the embedding has rows for them, else the last two ids
+    # use two ids above the vocabulary if the embedding has rows for them, else its last two ids
     first = min(config.model.vocab_size, config.model.embedding_rows - 2)
     return MockImages(
         vision.crop_patches, vision.patch_dim, first, attention=config.data.image_attention
@@ -41,14 +41,14 @@ def image_loading(
     decoder: Decoder | None,
     strategy: str = "stored",
 ) -> ImageLoading | None:
-    """Return the plan for decoding images on this rank; None without a decoder.
+    """Return how this rank loads images; None without a decoder.
 
-    A rank decodes the images that it encodes, on the first pipeline stage. `strategy` is the first
-    way of dealing images to ranks to try, see `ImageLoading`.
+    Ranks of the first pipeline stage decode the images that they encode. `strategy` is the first
+    way of assigning images to ranks to try, see `ImageLoading`.
     """
     if decoder is None:
         return None
-    # "contiguous" is the default: use the dataset's tables of contiguous shards if it has them
+    # "contiguous" is the default, for which `strategy` may use the dataset's table of shards
     shards = config.parallel.vision_shards
     return ImageLoading(
         decoder,
@@ -73,18 +73,18 @@ def image_documents(batches: Sequence[PackedBatch]) -> int:
 def without_bad_images(
     batches: Sequence[PackedBatch], grid: ProcessGrid, replica: int
 ) -> tuple[list[PackedBatch], list[str]]:
-    """Return the step's microbatches without the documents with bad images, and the reasons.
+    """Return a step's microbatches without documents that have bad images, and the reasons.
 
-    A document is left out if any rank of its replica could not decode one of its images. `replica`
-    identifies the ranks that read the same packs. The reasons have one line per document left out
-    on any replica and are equal on all ranks. Collective over the world.
+    A document is dropped if any rank of its replica could not decode one of its images. `replica`
+    identifies the ranks that read the same packs. The reasons, one line per document dropped on any
+    replica, are equal on all ranks. Collective across all ranks.
     """
     reports = []
     for number, batch in enumerate(batches):
         if batch.vision is not None:
             for document, reason in batch.vision.bad_documents:
                 reports.append((replica, number, document, reason))
-    # usually no rank has a report, and the more expensive gather is not needed
+    # usually no rank has a report, so the more expensive gather is not needed
     count = all_reduce(torch.tensor([float(len(reports))], device=grid.device), grid.world)
     if not count.item():
         return list(batches), []
@@ -94,7 +94,7 @@ def without_bad_images(
         place = (replica, number)
         bad = [document for of, where, document, _ in everything if (of, where) == place]
         remaining.append(batch.without_documents(bad) if bad else batch)
-    # Ranks may report different reasons for a document: the first one in sorted order is logged.
+    # Ranks may report different reasons for a document; log the first in sorted order.
     first_reasons = dict[tuple[int, int, int], str]()
     for of, where, document, reason in everything:
         first_reasons.setdefault((of, where, document), reason)

@@ -1,4 +1,4 @@
-"""Reports of a run: its log, its opening lines, FLOPs for the MFU, and timings of all ranks."""
+"""Reports of a run: its log, its opening lines, FLOPs for the MFU, and timings across ranks."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from megacp.training.monitor.log import LogTargets, RunLog
 
 
 def row_flops(row: PlannedRow, config: RunConfig) -> float:
-    """Return the FLOPs of training on a row.
+    """Return the FLOPs for training on a row.
 
-    Attention is counted by the allowed pairs of the row's mask, and vision by its images.
+    Attention FLOPs depend on the allowed pairs in the row's mask, and vision FLOPs on its images.
     """
     metadata = row.share.plan.metadata
     images = row.batch.vision
@@ -44,9 +44,9 @@ def row_flops(row: PlannedRow, config: RunConfig) -> float:
 
 
 def open_log(config: RunConfig, grid: ProcessGrid, step: int) -> RunLog:
-    """Open this rank's log of a run that has done `step` steps.
+    """Open this rank's log of a run that has completed `step` steps.
 
-    Raise ValueError on all ranks if rank 0 cannot open it.
+    Raise ValueError on all ranks if rank 0 cannot open its log.
     """
     targets = LogTargets()  # other ranks write nothing
     if grid.rank == 0:
@@ -65,27 +65,27 @@ def open_log(config: RunConfig, grid: ProcessGrid, step: int) -> RunLog:
         try:
             opened.append(RunLog(targets, config.training.train_iters, step, flatten(config)))
         except OSError as error:
-            raise ValueError(f"the log cannot be written: {error}") from error
+            raise ValueError(f"the log of --log-file cannot be written: {error}") from error
 
     on_all_ranks(grid.world, opens, ValueError)
     return opened[0]
 
 
 def heading(config: RunConfig, grid: ProcessGrid) -> str:
-    """Return the line that describes the grid, the device, the model and the batch."""
+    """Return a line that describes the grid, the device, the model and the batch."""
     shape = grid.shape
     training = config.training
     parallel = config.parallel
     sharing = shape.dp * shape.cp // parallel.num_distributed_optimizer_instances
     sharded = parallel.sharding.shared  # "parameters", "gradients" or ""
-    shared = f" (each {sharing} of dp x cp share {sharded})" if sharded and sharing > 1 else ""
+    shared = f" ({sharing} of dp x cp ranks shard {sharded})" if sharded and sharing > 1 else ""
     ranks = counted(shape.world_size, "rank")
     layout = f"pp {shape.pp} x dp {shape.dp} x cp {shape.cp} x tp {shape.tp}{shared}"
     parameters = f"{human_count(run_parameters(config))} parameters{_trained(config)}"
     batch = counted(training.global_batch_size, "pack")
     return (
         f"{ranks} = {layout} on {grid.device.type}, {parameters} in {training.dtype}, "
-        f"{batch} of up to {config.data.seq_length} tokens a step"
+        f"{batch} of up to {config.data.seq_length} tokens per step"
     )
 
 
@@ -97,7 +97,7 @@ def opening_lines(
     start: Start,
     resumed: Resumed | None,
 ) -> list[str]:
-    """Return the lines about the layout, the data, the starting point and changed flags."""
+    """Return log lines about the layout, the data, the starting point and changed flags."""
     lines = [heading(config, grid), *parts_without_pairs(config), *chosen]
     source = sources.train
     answers = answers_told(sources.answer_forms)
@@ -108,11 +108,11 @@ def opening_lines(
         for one, dataset in zip(source.shares(0), source.datasets, strict=True):
             stop = first + len(dataset)
             words = f"{stop - first:,} packs, numbers {first} to {stop - 1}"
-            lines.append(f"blend: {one.name} gives {one.share:.4%} of the samples; {words}")
+            lines.append(f"blend: {one.name} provides {one.share:.4%} of the samples; {words}")
             first = stop
     lines += filter(None, (thoughts_told(sources.chat_template), start.note))
     if resumed is None:
-        # Training only adapters of a random model is legal, but rarely intended.
+        # Training only the adapters of a random model is allowed, but rarely intended.
         rank = config.model.lora_rank
         if rank:
             lines.append(
@@ -123,14 +123,14 @@ def opening_lines(
     step = resumed.state.step
     last = config.training.train_iters
     if start.weights_only:  # --finetune or --load-hf
-        lines.append(f"weights of {resumed.path}; this run starts at step 0 with a fresh optimizer")
+        lines.append(f"weights from {resumed.path}; this run starts at step 0 with a new optimizer")
     else:
         lines.append(f"resumed from {resumed.path} after step {step}")
     lines += [f"changed since the checkpoint: {change}" for change in resumed.changed]
     if last <= step:
         lines.append(
-            f"--train-iters {last} is not greater than step {step} of the checkpoint: there are no "
-            "steps to train"
+            f"--train-iters {last} is not greater than the checkpoint's step {step}: there are no "
+            "steps left to train"
         )
     return lines
 
@@ -138,9 +138,10 @@ def opening_lines(
 def blend_figures(
     source: PackBlend, before: int, consumed: int, is_last: bool
 ) -> tuple[str, dict[str, float]]:
-    """Return the shares and epochs after `consumed` samples, as a log line and as figures.
+    """Return each dataset's share and epoch after `consumed` samples, as a log line and as figures.
 
-    The line is empty unless a dataset began an epoch since sample `before` or `is_last` is set.
+    The line is empty unless a dataset has begun an epoch since sample `before`, or `is_last` is
+    set.
     """
     shares = source.shares(consumed)
     earlier = source.shares(before)
@@ -148,7 +149,7 @@ def blend_figures(
         int(now.epoch) > int(was.epoch) for now, was in zip(shares, earlier, strict=True)
     )
     figures: dict[str, float] = {}
-    for one in shares:  # figures are returned after every step, unlike the line
+    for one in shares:  # unlike the line, figures are returned for every step
         figures[f"{one.name}/share"] = one.share
         figures[f"{one.name}/epoch"] = one.epoch
     if not begins_epoch and not is_last:
@@ -158,17 +159,17 @@ def blend_figures(
 
 
 def _trained(config: RunConfig) -> str:
-    """Return the number of trained parameters in parentheses; empty if none are frozen."""
+    """Return the number of trained parameters in parentheses; "" if no part is frozen."""
     if not config.frozen_parts:
         return ""
     pairs = ""
     if config.model.lora_rank:
-        pairs = f" in low-rank pairs of {describe_pairs(config.model)}"
+        pairs = f" in LoRA adapters of {describe_pairs(config.model)}"
     return f" ({human_count(trained_parameters(config))} trained{pairs})"
 
 
 def breakdown(taken: dict[str, float], world: Axis, device: torch.device) -> Breakdown:
-    """Gather the seconds by phase from all ranks; `taken` holds this rank's. Collective."""
+    """Return the seconds per phase on all ranks; `taken` is this rank's share. Collective."""
     names = (*COMPUTING, *WAITING)
     seconds = [taken.get(name, 0.0) for name in names]
     row = torch.tensor([seconds], dtype=torch.float64, device=device)  # [1, phases]

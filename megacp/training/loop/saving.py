@@ -1,9 +1,9 @@
-"""The checkpoints of one run: lock the directory, save, and commit finished saves.
+"""Checkpoints of one run: lock the directory, save, and commit finished saves.
 
-A background save is committed at a step boundary. The exchange before that step (`agree_on_step`)
-has reported to all ranks that every rank has finished writing. An error on any rank ends the run
-there. Weights with NaN also end the run. A save is skipped if no update was made since the last
-checkpoint. No checkpoint is removed while updates are being skipped.
+A background save is committed between two steps, once the exchange before a step (`agree_on_step`)
+has shown that every rank has finished writing. A write error on any rank ends the run at that
+point. NaN weights also end the run. A save is skipped if no update was made since the last
+checkpoint. Checkpoints are not removed while updates are being skipped.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from megacp.training.loop.state import RunState, begin_save, saved_boxes
 DONE, WRITING, SAVE_FAILED = 0, 1, 2
 """State of a rank's checkpoint files; ranks agree on the maximum before each step."""
 _LATE_SECONDS = 40.0
-"""How long a new file on NFS may stay invisible to another machine, which caches names for 30 s."""
+"""Time to wait for a new file on NFS: other machines cache file names for 30 s."""
 
 
 def _require_lock(directory: str, owner: str, rank: int) -> None:
-    """Raise ValueError if this machine does not see the lock that rank 0 has written."""
-    if rank == 0:  # opening and closing the file again would release a POSIX lock of this process
+    """Raise ValueError if this machine cannot find the lock that rank 0 has written."""
+    if rank == 0:  # opening and closing the file would release this process's POSIX lock
         return
     try:
         content = seen(lambda: read_regular(Path(directory, LOCK_FILE)), _LATE_SECONDS)
@@ -40,16 +40,16 @@ def _require_lock(directory: str, owner: str, rank: int) -> None:
         found = ""
     if found != owner:
         raise ValueError(
-            f"--save {directory} is not the same directory on all machines: this machine does not "
-            f"see the lock of rank 0 ({owner})"
+            f"--save {directory} is not the same directory on all machines: this machine cannot "
+            f"find the lock of rank 0 ({owner}); use a directory that all machines share"
         )
 
 
 class Saver:
-    """The checkpoints of one run below `--save`; without it, none are written.
+    """Writer of a run's checkpoints in `--save`; without `--save`, it writes nothing.
 
-    Creating it is collective over `world`. Raise ValueError on every rank if another run has locked
-    the directory or if it is not writable.
+    The constructor is collective over `world`. It raises ValueError on every rank if another run
+    has locked the directory or if the directory is not writable.
     """
 
     def __init__(self, config: RunConfig, world: Axis) -> None:
@@ -60,11 +60,12 @@ class Saver:
         self._step: int | None = None  # of the last checkpoint in --save
         self._updates: int | None = None  # optimizer updates in that checkpoint
         self.newest: Place | None = None
-        """The last checkpoint that this run wrote or resumed from; its weights are finite."""
+        """The latest checkpoint that this run has written or resumed from; its weights are finite.
+        """
         self.keeps_all = False
         """Whether to ignore --keep-last, because the last update was skipped."""
         self.notes: list[str] = []
-        """Log lines about the directory, for the start of the run."""
+        """Log lines about the directory, to print at the start of the run."""
         save = config.checkpoint.save
         if save is not None:
             self.notes, owner = on_rank_0(world, lambda: self._enter(save), ValueError)
@@ -72,9 +73,9 @@ class Saver:
                 on_all_ranks(world, lambda: _require_lock(save, owner, world.rank), ValueError)
 
     def _enter(self, directory: str) -> tuple[list[str], str]:
-        """Lock the directory; return log lines and the content of the lock file.
+        """Lock the directory; return log lines, and the content of the lock file.
 
-        The content is empty if the directory cannot be locked.
+        The content is "" if the directory cannot be locked.
         """
         # an object store has no locks
         if is_url(directory):
@@ -86,9 +87,9 @@ class Saver:
         return remove_leftovers(directory), self._lock.owner
 
     def resumed(self, step: int, updates: int, path: Place) -> None:
-        """Record the checkpoint that the run resumes from.
+        """Record the checkpoint from which the run resumes.
 
-        If it is in --save, its step does not need to be saved again.
+        If the checkpoint is in --save, its step need not be saved again.
         """
         self.newest = path
         save = self._config.checkpoint.save
@@ -99,7 +100,7 @@ class Saver:
 
     @property
     def save_state(self) -> int:
-        """DONE, WRITING or SAVE_FAILED, for this rank."""
+        """DONE, WRITING or SAVE_FAILED for this rank."""
         if self._pending is None:
             return DONE
         if self._pending.writing:
@@ -112,7 +113,7 @@ class Saver:
         `of_all` is the highest `save_state` of all ranks. Raise SaveError on all ranks if the save
         failed on any of them.
         """
-        if of_all != WRITING:  # done on all ranks, or failed on one: `finish` raises the error
+        if of_all != WRITING:  # done on all ranks or failed on any; `finish` then raises
             self.finish(say)
 
     def save(
@@ -120,19 +121,19 @@ class Saver:
     ) -> None:
         """Save the state after `state.step`; with --async-save, in the background.
 
-        An earlier save that is still pending is finished first.
+        First, finish an earlier save that is still pending.
         """
         step = state.step
         if self._config.checkpoint.save is None:
             say(f"{reason} after step {step}; nothing was saved, because --save is not set")
             return
         self.finish(say)
-        # The step may be saved already, for example by --save-interval just before a stop.
+        # The step may already be saved, for example if --save-interval was reached before a stop.
         if self._step == step:
             say(f"{reason} after step {step}: {self.newest}")
             return
         updates = model.optimizer.updates
-        # All steps since the last checkpoint were skipped: the weights are the same.
+        # All steps since the last checkpoint were skipped, so the weights are unchanged.
         if self._updates == updates:
             say(
                 f"{reason} after step {step}: no update since step {self._step}, which is saved in "
@@ -143,7 +144,7 @@ class Saver:
         if damaged:
             raise AnomalyError(f"the weights after step {step} are not finite: {damaged}")
         background = self._config.checkpoint.async_save
-        # `model.config` has every `auto` value resolved
+        # `model.config` has no unresolved `auto` values
         self._pending = begin_save(model, state, model.config, background)
         self._reason = reason
         self._pending_updates = updates
@@ -158,7 +159,7 @@ class Saver:
             return
         # `commit` is collective: it waits until all ranks have written their files
         pending = self._pending
-        self._pending = None  # also if the commit fails: it is not tried again
+        self._pending = None  # a failed commit is not tried again
         keep_last = 0 if self.keeps_all else self._config.checkpoint.keep_last
         self.newest = pending.commit(keep_last)
         self._step = pending.step
@@ -168,6 +169,6 @@ class Saver:
             say(note)
 
     def close(self) -> None:
-        """Release the directory for other runs; a pending checkpoint is never committed."""
+        """Release the directory for other runs, without committing a pending checkpoint."""
         if self._lock is not None:
             self._lock.release()

@@ -1,6 +1,6 @@
-"""The packs of a run: open the datasets, fill in config values from them, and check that they fit.
+"""Packs of a run: open the datasets, fill in config values from them, and check that they fit.
 
-All of this happens before any process group exists, using only the manifests.
+This happens before any process group exists, and reads only the manifests.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from megacp.attention.context_parallel.layout import BALANCED, LAYOUTS
 from megacp.engine.config.blend import DataPath, named_folders, weighted_folders
 from megacp.engine.config.parallel import ParallelConfig
-from megacp.engine.config.run import RunConfig, Value, with_values
+from megacp.engine.config.run import RunConfig, Value, flag, with_values
 from megacp.engine.config.training import DataConfig, TrainingConfig
 from megacp.engine.config.vision import VisionConfig
 from megacp.engine.rows.batch import PackedBatch
@@ -28,13 +28,14 @@ from megacp.training.data.mock import MockDecoder, MockRules
 from megacp.training.data.reader import OPEN_SHARDS, DataCache, PackedDataset
 from megacp.training.data.vision.decoding import RulesDecoder, rules_from_dict
 from megacp.training.data.vision.rules import VisionRules
+from megacp.training.loop import finetuning
 from megacp.training.loop.images import mock_images
-from megacp.training.loop.stored import FINETUNING_EPOCHS, progress
+from megacp.training.loop.stored import progress
 
 
 @dataclass(frozen=True)
 class Sources:
-    """The training and validation packs and the properties that identify them."""
+    """Training and validation packs, and the properties that identify them."""
 
     train: PackSource
     valid: PackSource | None
@@ -43,24 +44,24 @@ class Sources:
     have the same hash.
     """
     tokenizer_sha256: str = ""
-    """Hash of the tokenizer of the training data; empty for mock packs."""
+    """Hash of the training data's tokenizer; empty for mock packs."""
     decoder: Decoder | None = None
-    """Converts the images of both datasets to patches; None for text."""
+    """Decoder from images to patches for all datasets; None for text."""
     image_rules: dict[str, Any] | None = None
     """Rules that convert images to tokens, as in the manifests; None for text and mock packs."""
 
     @property
     def datasets(self) -> list[tuple[str, PackedDataset]]:
-        """The datasets on disk, each with its flag."""
+        """Datasets on disk, each with its flag."""
         found = [("--data-path", dataset) for dataset in _members(self.train)]
         found += [("--valid-data-path", dataset) for dataset in _members(self.valid)]
         return found
 
     @property
     def document_start(self) -> dict[str, Any] | None:
-        """The token that begins every training document, as `{"token": id}`.
+        """Token that begins every training document, as `{"token": id}`; None for mock packs.
 
-        None for mock packs. Checkpoints store this value.
+        Checkpoints store this value.
         """
         for dataset in _members(self.train):
             return {"token": dataset.manifest.tokenizer.begins_with}
@@ -68,9 +69,9 @@ class Sources:
 
     @property
     def document_end(self) -> dict[str, int | None] | None:
-        """The token that ends every training document, as `{"token": id}`.
+        """Token that ends every training document, as `{"token": id}`; None for mock packs.
 
-        None for mock packs. Checkpoints store this value.
+        Checkpoints store this value.
         """
         for dataset in _members(self.train):
             return {"token": dataset.manifest.ends_with}
@@ -78,7 +79,7 @@ class Sources:
 
     @property
     def chat_template(self) -> dict[str, Any] | None:
-        """The chat template of the training data, with its counts summed over the datasets.
+        """Chat template of the training data, with counts summed over the datasets.
 
         None if no dataset used a template. Checkpoints store this value.
         """
@@ -92,7 +93,7 @@ class Sources:
 
     @property
     def answer_forms(self) -> dict[str, int] | None:
-        """Number of answers by form, as in the manifests, summed over the training datasets."""
+        """Number of answers by form, summed over the training datasets' manifests."""
         found = dict[str, int]()
         for one in _members(self.train):
             for form, count in (one.manifest.answer_forms or {}).items():
@@ -101,7 +102,7 @@ class Sources:
 
 
 def _members(source: PackSource | None) -> tuple[PackedDataset, ...]:
-    """Return the datasets on disk that make up a source."""
+    """Return the datasets on disk in a source; an empty tuple for mock packs."""
     if isinstance(source, PackBlend):
         return source.datasets
     return (source,) if isinstance(source, PackedDataset) else ()
@@ -110,20 +111,20 @@ def _members(source: PackSource | None) -> tuple[PackedDataset, ...]:
 def open_sources(config: RunConfig) -> tuple[RunConfig, Sources]:
     """Open the packs; return the config with its vocabulary size resolved, and the packs.
 
-    Raise ValueError with all reasons at once if the packs do not fit the config.
+    Raise ValueError with all reasons if the packs do not fit the config.
     """
-    if config.data.data_path is None:  # a trial run, without any data
+    if config.data.data_path is None:  # a trial run without data
         return _mock_sources(config)
-    # The first dataset determines the vocabulary; the other datasets must agree with it.
+    # The first dataset determines the vocabulary; all others must have the same.
     train, valid = _open_datasets(config.data)
     first = _members(train)[0].manifest
     if config.model.vocab_size == 0:
         config = with_values(config, {"vocab_size": first.tokenizer.vocab_size})
-    # Collect all reasons before raising, so that the user can fix all of them at once.
+    # Collect all reasons before raising, so that the user can fix them together.
     reasons = []
-    for flag, source in (("--data-path", train), ("--valid-data-path", valid)):
+    for name, source in (("--data-path", train), ("--valid-data-path", valid)):
         for dataset in _members(source):
-            reasons += _misfits(flag, str(dataset.directory), dataset, config)
+            reasons += _misfits(name, str(dataset.directory), dataset, config)
     if valid is not None:
         names = []
         manifests = []
@@ -135,12 +136,12 @@ def open_sources(config: RunConfig) -> tuple[RunConfig, Sources]:
             # `_misfits` has already compared these two with the config
             if "--seq-length" not in text and "--pad-multiple" not in text:
                 reasons.append(text)
-    # text datasets may be mixed with image datasets, whose rules must be equal
+    # text datasets may be mixed with image datasets; all image datasets have the same rules
     rules = [one.manifest.image_rules for one in (*_members(train), *_members(valid))]
     values = next((one for one in rules if one is not None), None)
     if values is not None and importlib.util.find_spec("PIL") is None:
         reasons.append(
-            "the dataset contains images, which need pillow: run pip install 'megacp[data]'"
+            "--data-path contains images, which need pillow: run pip install -e '.[data]'"
         )
     if reasons:
         raise ValueError("\n".join(reasons))
@@ -149,10 +150,10 @@ def open_sources(config: RunConfig) -> tuple[RunConfig, Sources]:
 
 
 def _mock_sources(config: RunConfig) -> tuple[RunConfig, Sources]:
-    """Return the config with a vocabulary size, and generated packs instead of a dataset."""
+    """Return the config with its vocabulary size resolved, and mock packs."""
     if not config.model.vocab_size:
         config = with_values(config, {"vocab_size": 256})
-    # the fingerprint only has to differ between different packs
+    # the fingerprint must differ between different packs
     vocab_size = config.model.vocab_size
     seq_length = config.data.seq_length
     fingerprint = f"mock/{vocab_size}/{seq_length}"
@@ -165,9 +166,9 @@ def _mock_sources(config: RunConfig) -> tuple[RunConfig, Sources]:
 
 
 def whole_run(training: TrainingConfig, packs: int, step: int, consumed: int) -> tuple[int, int]:
-    """Return the last step and the last sample (exclusive) of a run over `packs` packs.
+    """Return the last step and the end of the samples in a run on `packs` packs.
 
-    The run has already taken `consumed` samples in `step` steps.
+    The run has already consumed `consumed` samples in `step` steps.
     """
     if training.train_epochs is None:
         return training.train_iters, ENDLESS
@@ -178,19 +179,22 @@ def whole_run(training: TrainingConfig, packs: int, step: int, consumed: int) ->
 
 
 _FEW_UPDATES = 20
-"""A run of fewer updates changes a model little, whatever its data."""
+"""With fewer updates, a run hardly changes a model, whatever the data."""
 
 
 def with_stored_length(
-    config: RunConfig, given: Collection[str], flags: Collection[str]
+    config: RunConfig, given: Collection[str], flags: Collection[str], rows_at_once: int = 1
 ) -> tuple[RunConfig, str]:
-    """Fill in the row length and the number of steps from --data-path; return config and notes.
+    """Return the config with pack length and number of steps from --data-path, and notes.
 
-    The row length is taken from the dataset unless a flag in `given` sets it. --train-epochs is
-    converted to steps; a run with --load-hf and no length makes FINETUNING_EPOCHS passes. The notes
-    also warn about a new run that is short or mostly warm-up. Without a readable dataset the config
-    does not change; the error is reported later. Raise ValueError if the run has 0 steps, or if
-    --train-epochs and --train-iters are both set by the command line (`flags`) or both by files.
+    The pack length comes from the dataset unless it is among the fields in `given`. --train-epochs
+    is converted to steps. A run with --load-hf uses the length and batch size from `finetuning`
+    unless flags set them; `rows_at_once` is the number of rows that its ranks compute at once. The
+    notes also warn about a new run that is very short or mostly warm-up. Without a readable
+    dataset, the config does not change, and the error is reported later.
+
+    Raise ValueError if the run has 0 steps, or if --train-epochs and --train-iters are both set on
+    the command line (`flags`) or both in files.
     """
     try:  # an unreadable dataset is reported by `open_sources`
         manifests = [DatasetManifest.read(one) for one in named_folders(config.data.data_path)]
@@ -204,45 +208,56 @@ def with_stored_length(
         and manifests[0].seq_length != config.data.seq_length
     ):
         found["seq_length"] = manifests[0].seq_length
-    # On the command line or in files only one length may be given; the command line wins.
+    # The command line may set one of them, and so may the files; the command line wins.
     epochs = training.train_epochs
     lengths = {"train_epochs", "train_iters"}
     if epochs is not None and lengths <= {*given}:
         if len(lengths & {*flags}) != 1:
             both = f"--train-epochs {epochs:g} and --train-iters {training.train_iters}"
-            raise ValueError(f"{both} both set the length of the run: give only one of them")
-        if "train_iters" in flags:  # the command line overrides the epochs of a file
+            raise ValueError(f"{both} both set the length of the run: use only one of them")
+        if "train_iters" in flags:  # the command line overrides the epochs in a file
             epochs = None
             config = with_values(config, {"train_epochs": None})
-    # A new run from a model folder makes a few passes over its data, and resumes with as many.
+    # A run from a model folder has defaults that fit its data, and resumes with the same ones.
     is_finetuning = "load_hf" in given or config.checkpoint.load_hf is not None
-    if manifests and is_finetuning and not lengths & {*given}:
-        epochs = FINETUNING_EPOCHS
-        found["train_epochs"] = epochs
-        training = dataclasses.replace(training, train_epochs=epochs)
+    if manifests and is_finetuning:
+        if not lengths & {*given}:
+            epochs = finetuning.EPOCHS
+            found["train_epochs"] = epochs
+        if "global_batch_size" not in given:
+            tokens = sum(one.num_tokens for one in manifests)
+            row_tokens = with_values(config, found).data.seq_length
+            batch = finetuning.default_batch(tokens, row_tokens, rows_at_once)
+            found["global_batch_size"] = batch
+        training = with_values(config, found).training
     if manifests and epochs is not None:
         packs = sum(one.num_packs for one in manifests)
         steps, _ = whole_run(training, packs, *progress(config))
         found["train_iters"] = steps
         if steps == 0:
             asked = f"--train-epochs {epochs:g}"
-            raise ValueError(f"{asked} of {packs} packs rounds to 0 samples; use a larger value")
-    flags_found = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in found.items())
-    notes = [f"{flags_found}, from the manifest of --data-path"] if found else []
+            raise ValueError(f"{asked} of {packs} packs rounds to 0 samples: use a larger value")
+    words = []
+    for name, value in found.items():
+        shown = f"{value:g}" if isinstance(value, float) else str(value)
+        words.append(f"{flag(name)} {shown}")
+    notes = [f"{', '.join(words)}, from the manifest of --data-path"] if found else []
     config = with_values(config, found)
     steps = config.training.train_iters
     warmup = config.training.warmup_updates
-    # A user with few packs may not notice that the defaults allow only a handful of updates.
+    # With few packs, a user may not notice that the defaults give only a handful of updates.
     is_short = steps < _FEW_UPDATES or warmup > steps / 2
     if manifests and is_short and progress(config) == (0, 0):
         batch = training.global_batch_size
         few = f"{counted(steps, 'update')} of {counted(batch, 'pack')}, {warmup} of them to warm up"
         lower = []
-        if batch > 1:
+        if batch > rows_at_once:
             lower.append("--global-batch-size")
         if warmup:
             lower.append("the warm-up")
         ways = [f"lower {' or '.join(lower)}"] if lower else []
+        if batch == rows_at_once > 1:
+            ways.append("share each row among ranks with --context-parallel-size")
         ways.append("raise --train-epochs or --train-iters")
         advice = ", or ".join(ways)
         notes.append(f"this run makes only {few}, too few to train a model: {advice}")
@@ -255,14 +270,14 @@ def _open_datasets(
     """Open the training and validation packs; raise ValueError with the errors of both."""
     opened: list[PackedDataset | PackBlend | None] = []
     reasons: list[str] = []
-    cache = DataCache()  # one for both flags, since its size limit is meant for the whole run
-    # Open both datasets before raising, to report the errors of both.
-    for flag, path in (
+    cache = DataCache()  # shared, because its size limit is meant for the whole run
+    # Try to open both before raising, to report the errors of both.
+    for name, path in (
         ("--data-path", data.data_path),
         ("--valid-data-path", data.valid_data_path),
     ):
         try:
-            opened.append(_opened(flag, path, cache) if path else None)
+            opened.append(_opened(name, path, cache) if path else None)
         except ValueError as error:
             reasons.append(str(error))
     if reasons:
@@ -275,12 +290,13 @@ def _open_datasets(
 def _opened(flag: str, path: DataPath, cache: DataCache) -> PackedDataset | PackBlend:
     """Open the packs of one flag.
 
-    Raise ValueError with the error of each dataset, or else with the differences between datasets.
+    Raise ValueError with the errors of all datasets or, if there are none, with contradictions
+    between datasets.
     """
     parts = weighted_folders(flag, path)
     datasets = []
     reasons = []
-    open_shards = max(1, OPEN_SHARDS // len(parts))  # share the limit of open files
+    open_shards = max(1, OPEN_SHARDS // len(parts))  # datasets share the limit on open files
     for part in parts:
         try:
             datasets.append(PackedDataset(part.folder, cache, open_shards))
@@ -302,18 +318,19 @@ def _opened(flag: str, path: DataPath, cache: DataCache) -> PackedDataset | Pack
 
 
 def _misfits(flag: str, path: str, dataset: PackedDataset, config: RunConfig) -> list[str]:
-    """Return the reasons why a dataset does not fit the config; empty if it fits."""
+    """Return the reasons why a dataset does not fit the config; an empty list if it fits."""
     reasons = []
     where = f"{flag} {path}"
     manifest = dataset.manifest
     rows = config.model.embedding_rows
     if not len(dataset):
         reasons.append(f"{where} contains no packs")
-    # An id beyond the embedding would be an illegal memory access on a GPU.
+    # On a GPU, a token id beyond the embedding would cause an illegal memory access.
     if manifest.tokenizer.vocab_size > rows:
         reasons.append(
             f"{where} has a vocabulary of {manifest.tokenizer.vocab_size} tokens, more than "
-            f"--vocab-size {config.model.vocab_size}; omit --vocab-size to use the dataset's"
+            f"--vocab-size {config.model.vocab_size}: omit --vocab-size to use the dataset's "
+            "vocabulary size"
         )
     elif manifest.num_token_ids > rows:
         missing = manifest.num_token_ids - config.model.vocab_size
@@ -327,18 +344,18 @@ def _misfits(flag: str, path: str, dataset: PackedDataset, config: RunConfig) ->
     if stored_length != config.data.seq_length:
         reasons.append(
             f"{where} was packed for rows of {stored_length} tokens, but --seq-length is "
-            f"{config.data.seq_length}; set --seq-length {stored_length} or rebuild the dataset"
+            f"{config.data.seq_length}: set --seq-length {stored_length} or rebuild the dataset"
         )
     return reasons + _filled_otherwise(where, manifest.pad_multiple, config.parallel)
 
 
 def _filled_otherwise(where: str, filled: int, parallel: ParallelConfig) -> list[str]:
-    """Return the reason why the layout cannot use documents padded to multiples of `filled` tokens.
+    """Return why --cp-layout cannot use documents padded to multiples of `filled` tokens.
 
     The list is empty if it can.
     """
     cp = parallel.context_parallel_size
-    # documents stored without padding fit any layout: it pads them itself
+    # documents stored without padding fit any layout, which pads them itself
     if parallel.chooses_layout or cp == 1 or filled == 1:
         return []
     layout = LAYOUTS[parallel.cp_layout]
@@ -347,14 +364,17 @@ def _filled_otherwise(where: str, filled: int, parallel: ParallelConfig) -> list
         return []
     return [
         f"{where} has documents padded to multiples of {filled}, but --cp-layout {layout.name} at "
-        f"--context-parallel-size {cp} needs multiples of {multiple}: rebuild it with "
-        f"--pad-multiple {multiple} (or 1, then the layout pads), or use --cp-layout "
+        f"--context-parallel-size {cp} needs multiples of {multiple}: rebuild the dataset with "
+        f"--pad-multiple {multiple} (or with 1, so that the layout pads), or use --cp-layout "
         f"{BALANCED.name}"
     ]
 
 
 def image_misfits(where: str, rules: VisionRules, vision: VisionConfig) -> list[str]:
-    """Return the reasons why images made by `rules`, found at `where`, do not fit a model."""
+    """Return the reasons why images processed with `rules` do not fit a model.
+
+    `where` is the flag and path of the images' dataset, for the messages.
+    """
     if vision.vision_num_layers == 0:
         return [
             f"{where} contains images, but the model has no vision tower: set --vision-num-layers"
@@ -364,13 +384,13 @@ def image_misfits(where: str, rules: VisionRules, vision: VisionConfig) -> list[
             f"{where} was built with --vision-family {rules.family}, but the model has a "
             f"{vision.vision_family} tower"
         ]
-    # the same family, but possibly with other sizes of patches
+    # the family is the same, but the patch sizes may differ
     misfit = rules.misfit(vision)
     return [] if misfit is None else [f"{where} {misfit} or rebuild the dataset"]
 
 
 def loader_options(config: RunConfig, packs: int) -> LoaderOptions:
-    """Return the loader's options for rows of `packs` packs; equal on all ranks."""
+    """Return the loader's options for rows of `packs` packs. They are equal on all ranks."""
     return LoaderOptions(
         micro_batch_size=packs,
         global_batch_size=config.training.global_batch_size,
@@ -385,11 +405,11 @@ _FIRST_ROWS = 4
 
 
 def first_rows(config: RunConfig, sources: Sources) -> list[PackedBatch]:
-    """Return the first rows of a run's data order, each of `--micro-batch-size` packs.
+    """Return the first rows in a run's data order, with `--micro-batch-size` packs each.
 
-    They are the same on every rank of every grid, even when the run is resumed.
+    The rows are the same on every rank of every grid, even when the run is resumed.
     """
-    # one step of `_FIRST_ROWS` microbatches, read by a single replica
+    # read one step of `_FIRST_ROWS` microbatches as a single replica
     packs = config.training.micro_batch_size
     options = dataclasses.replace(
         loader_options(config, packs), global_batch_size=_FIRST_ROWS * packs

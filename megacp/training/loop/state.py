@@ -1,8 +1,8 @@
-"""Save and resume a run: parameters, optimizer state, and the numbers that record its progress.
+"""Saving and resuming of a run: parameters, optimizer state, and the run's progress.
 
-Dropout and data order are functions of the seed, the step and the consumed samples, so no generator
+Dropout and data order depend only on the seed, the step and the consumed samples, so no generator
 state is saved. On the same grid of CPU ranks, a resumed run is bitwise equal to an uninterrupted
-one. On GPUs it is not, because the attention backward of cuDNN is not deterministic.
+run. On GPUs, it is not, because cuDNN's attention backward is not deterministic.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from megacp.training.loop.stored import misfit, other_function, stored_config, w
 
 @dataclass(frozen=True)
 class RunState:
-    """The progress of a run: everything that a resumed run needs besides tensors."""
+    """Progress of a run: everything that a resumed run needs in addition to tensors."""
 
     step: int = 0
     consumed_samples: int = 0
@@ -44,37 +44,37 @@ class RunState:
     seed: int = 0
     tokenizer_sha256: str = ""
     image_rules: dict[str, Any] | None = None
-    """Rules that convert images to tokens. They let a checkpoint process images without its
-    dataset.
+    """Rules that convert images to tokens, so that the checkpoint can be used with images even
+    without its dataset.
     """
     document_start: dict[str, Any] | None = None
-    """`{"token": id}` of the token that begins every training document, `{"token": null}` if none
-    does; None: not known.
+    """Token that begins every training document, as `{"token": id}`; `{"token": null}` if there is
+    none; None if unknown.
     """
     document_end: dict[str, Any] | None = None
-    """`{"token": id}` of the token that ends every training document, `{"token": null}` if none
-    does; None: not known.
+    """Token that ends every training document, as `{"token": id}`; `{"token": null}` if there is
+    none; None if unknown.
     """
     chat_template: dict[str, Any] | None = None
-    """The templates of the training data's messages, by name; None: megacp's own format, or not
-    known.
+    """Templates for the messages in the training data, by name; None for megacp's own format, or if
+    unknown.
     """
     answer_forms: dict[str, int] | None = None
-    """Number of answers in the training data by form, as in its manifest; None: not known."""
+    """Number of answers in the training data by form, as in its manifest; None if unknown."""
     base: str | None = None
-    """The --load-hf that the weights come from; a resumed run keeps it."""
+    """Folder of --load-hf from which the weights came; a resumed run keeps it."""
     health: dict[str, Any] | None = None
-    """The result of `health.Health.state`."""
+    """Result of `health.Health.state`."""
 
 
 def fresh_state(config: RunConfig, sources: Sources, weights: Weights | None = None) -> RunState:
-    """Return the state of a run at step 0; `weights` are those of --load-hf.
+    """Return the state of a run at step 0, given the `weights` of --load-hf.
 
-    Without images in the packs, keep the image rules of the weights, so that an export can write
-    them.
+    If the packs have no images, the state keeps the image rules of the weights, which an export
+    needs.
     """
     image_rules = sources.image_rules
-    # text packs: a vision-language model keeps the rules that it was exported with
+    # with text packs, a vision-language model keeps the image rules from its folder
     if image_rules is None and weights is not None and weights.image_rules is not None:
         image_rules = dict(weights.image_rules)
     return RunState(
@@ -92,19 +92,19 @@ def fresh_state(config: RunConfig, sources: Sources, weights: Weights | None = N
 
 @dataclass(frozen=True)
 class Start:
-    """The starting point of a run, equal on all ranks."""
+    """Starting point of a run, equal on all ranks."""
 
     path: str | None = None
-    """A checkpoint or a directory with checkpoints; None for step 0."""
+    """Checkpoint, or directory with checkpoints; None to start at step 0 without a checkpoint."""
     weights_only: bool = False
-    """Load only the weights, and start at step 0."""
+    """Whether to load only the weights and start at step 0."""
     note: str = ""
-    """A log line about the choice; empty if there is none."""
+    """Log line about the choice, or ""."""
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """The contents of a loaded checkpoint: its progress, its path, and a line per changed flag."""
+    """State of a loaded checkpoint, its path, and a line per changed flag."""
 
     state: RunState
     path: Place
@@ -128,21 +128,21 @@ _OF_THE_RUN = {
     "async_save",
     "exit_duration",
 }
-"""Flags that usually differ between a run and its resumption, and are not logged as changed."""
+"""Flags that often change when a run is resumed, so such changes are not logged."""
 
 
 def starting_point(config: RunConfig, world: Axis) -> Start:
-    """Return the starting point, by the flags and the content of --save. Collective over `world`.
+    """Return where to start, based on the flags and the contents of --save. Collective.
 
-    With --auto-resume, a directory that has ever contained a checkpoint is resumed from. If no
-    checkpoint in it is complete, `load` raises an error: a new run needs a directory without traces
-    of a checkpoint.
+    With --auto-resume, the run resumes from --save if the directory has ever contained a
+    checkpoint. If none of its checkpoints is complete, `load` raises an error, because a new run
+    must not overwrite an earlier run's files.
     """
     checkpoint = config.checkpoint
     if not checkpoint.auto_resume:
         return Start(checkpoint.load, checkpoint.finetune)
     assert checkpoint.save is not None
-    # only rank 0 looks, so that all ranks start alike: NFS may show them different states
+    # only rank 0 checks, because NFS may show different contents on different machines
     if on_rank_0(world, lambda: holds_checkpoints(str(checkpoint.save)), ValueError):
         return Start(checkpoint.save)
     if checkpoint.load is not None:
@@ -156,18 +156,18 @@ def starting_point(config: RunConfig, world: Axis) -> Start:
 
 
 def drawn_at(start: Start, weights: Weights | None) -> Drawn:
-    """Return which tensors to initialize: all except those that are loaded at the start.
+    """Return a function that decides by name whether to initialize a tensor.
 
-    `weights` come from --load-hf.
+    Tensors that are loaded at the start need no initial values. `weights` come from --load-hf.
     """
     if start.path is not None:
-        # a checkpoint without low-rank pairs leaves new ones at their initial values
+        # new LoRA adapters keep their initial values if the checkpoint has none
         return is_of_a_pair if start.weights_only else lambda name: False
     return lambda name: weights is None or name in weights.known_rows
 
 
 def saved_boxes(model: ParallelModel) -> list[TensorBox]:
-    """Return this rank's share of the weights and the optimizer state, to be saved."""
+    """Return the part of the weights and the optimizer state that this rank saves."""
     held = [*model.parameters.parameter_slices(), *model.balance.slices()]
     return boxes_to_save(held, model.optimizer.state_slices(), model.parameters.counts)
 
@@ -175,11 +175,11 @@ def saved_boxes(model: ParallelModel) -> list[TensorBox]:
 def begin_save(
     model: ParallelModel, state: RunState, config: RunConfig, background: bool
 ) -> PendingCheckpoint:
-    """Begin to save a checkpoint below `--save`; its `commit` finishes it. Collective."""
+    """Begin to save a checkpoint in `--save`, and return it; `commit` finishes it. Collective."""
     assert config.checkpoint.save is not None
     grid = model.grid
     sizes = {name: getattr(grid.shape, name) for name in ("tp", "cp", "dp", "pp")}
-    # `sizes` is only for people: a checkpoint can be loaded on any grid
+    # `sizes` is only informative: a checkpoint can be loaded on any grid
     extra = asdict(state) | {"updates": model.optimizer.updates}
     return PendingCheckpoint(
         config.checkpoint.save,
@@ -193,16 +193,17 @@ def begin_save(
 def load(
     model: ParallelModel, state: RunState, config: RunConfig, start: Start | None = None
 ) -> Resumed:
-    """Fill the model from `start` (default: `--load`). Collective over all ranks.
+    """Load the checkpoint of `start` into the model, and return its state. Collective.
 
-    The checkpoint may have been saved on any grid; `state` is the state of a fresh run. Raise
-    ValueError with all reasons if the checkpoint belongs to another model, dataset or seed. The run
-    would silently become a different one, or repeat some samples and omit some. A start from
-    weights only accepts any data, and the checkpoint needs no optimizer state.
+    `start` defaults to `--load`. The checkpoint may have been saved on any grid. `state` is the
+    state of a new run. Raise ValueError with all reasons if the checkpoint has a different model,
+    dataset or seed: a resumed run would then differ from the original run, or repeat some samples
+    and omit others. If only the weights are loaded, any dataset and seed are accepted, and the
+    checkpoint needs no optimizer state.
     """
     start = start or Start(config.checkpoint.load, config.checkpoint.finetune)
     assert start.path is not None
-    # --save is shared by all machines: `saving.Saver` has found its lock on each of them
+    # --save is a shared directory: `saving.Saver` has found its lock on every machine
     loaded = load_checkpoint(
         start.path, model.grid.world, is_shared=start.path == config.checkpoint.save
     )
@@ -218,8 +219,8 @@ def load(
     if reasons:
         raise ValueError("\n".join(reasons))
     if start.weights_only:
-        # the optimizer starts fresh: its master weights are copies of the loaded weights
-        fresh_pairs = stored.model.lora_rank == 0  # this run adds low-rank pairs
+        # the optimizer is new: its master weights are copies of the loaded weights
+        fresh_pairs = stored.model.lora_rank == 0  # this run adds the LoRA adapters, if any
         boxes = _cleared(model, is_of_a_pair if fresh_pairs else None)
         if fresh_pairs:  # keep their initial values
             boxes = [box for box in boxes if not is_of_a_pair(bare_name(box))]
@@ -229,7 +230,7 @@ def load(
         image_rules = state.image_rules or was.image_rules
         state = dataclasses.replace(state, base=was.base, image_rules=image_rules)
         return Resumed(state, loaded.path, other_meaning(loaded, state))
-    # resume: one read for weights and optimizer state, which includes the master weights
+    # to resume, read weights and optimizer state (which includes master weights) together
     weights = _cleared(model, None)
     loaded.read(weights + boxes_to_load([], model.optimizer.state_slices()))
     model.parameters.loaded(masters=True)
@@ -248,27 +249,29 @@ def load(
 def _other_run(
     loaded: LoadedCheckpoint, was: RunState, state: RunState, config: RunConfig
 ) -> list[str]:
-    """Return the reasons why a run cannot continue from a checkpoint with state `was`."""
+    """Return reasons why a run with `state` cannot resume from a checkpoint with state `was`."""
     if not {"updates", "data_fingerprint"} <= set(loaded.extra):
         return [
-            f"{loaded.path} contains weights without the state of a run: add --finetune to start "
-            "from them"
+            f"{loaded.path} contains only weights, but no state of a run to resume: add --finetune "
+            "to start from the weights"
         ]
     reasons = []
     path = config.data.data_path
     if was.data_fingerprint != state.data_fingerprint:
-        other = "other datasets or weights" if isinstance(path, tuple) else "another dataset"
+        other = (
+            "different datasets or weights" if isinstance(path, tuple) else "a different dataset"
+        )
         reasons.append(f"{loaded.path} was trained on {other} than --data-path {shown_path(path)}")
     if was.seed != state.seed:
         reasons.append(
             f"{loaded.path} was trained with --seed {was.seed}, but this run has --seed "
-            f"{state.seed}"
+            f"{state.seed}: resume with the same seed"
         )
     return reasons
 
 
 def load_weights(model: ParallelModel, weights: Weights, state: RunState) -> Resumed:
-    """Fill the model with the weights of --load-hf. Collective over all ranks."""
+    """Load the weights of --load-hf into the model, and return the state. Collective."""
     require_one_model(weights.files, model.grid.world)
     boxes = _cleared(model, lambda name: name in weights.known_rows)
 
@@ -279,7 +282,7 @@ def load_weights(model: ParallelModel, weights: Weights, state: RunState) -> Res
         except ValueError as error:
             raise ValueError(f"--load-hf {weights.place}: {error}") from error
 
-    # each rank reads different tensors: an error of one becomes an error of all
+    # ranks read different tensors, so share an error on one rank with all ranks
     on_all_ranks(model.grid.world, read, ValueError)
     model.parameters.loaded(masters=False)
     model.optimizer.reset_masters()
@@ -289,7 +292,7 @@ def load_weights(model: ParallelModel, weights: Weights, state: RunState) -> Res
 def _cleared(model: ParallelModel, new: Callable[[str], bool] | None) -> list[TensorBox]:
     """Return the boxes of all weights, set to zero before they are loaded.
 
-    Weights whose name is `new` keep their initial values instead.
+    Weights for whose names `new` returns True keep their initial values.
     """
     initial = {}
     if new is not None:
@@ -306,16 +309,16 @@ def _cleared(model: ParallelModel, new: Callable[[str], bool] | None) -> list[Te
 
 
 def stored_state(loaded: LoadedCheckpoint) -> RunState:
-    """Return the state in a checkpoint; a file with only weights has fewer values."""
-    # other versions of megacp may have stored other values: ignore unknown names
+    """Return the state in a checkpoint; without an optimizer, some values may be defaults."""
+    # other versions of megacp may have stored additional values: ignore unknown names
     names = {field.name for field in dataclasses.fields(RunState)}
     return RunState(**{name: value for name, value in loaded.extra.items() if name in names})
 
 
 def first_token(state: RunState, by_files: int | None) -> int | None:
-    """Return the token id that begins a prompt, like the training documents; None if none does.
+    """Return the id of the token that begins training documents and prompts; None if there is none.
 
-    `by_files` is the id in the tokenizer's files, for weights that were not trained by megacp.
+    `by_files` is the id from the tokenizer's files, for weights that megacp has not trained.
     """
     # an imported checkpoint has a tokenizer, but no training data
     if not (state.tokenizer_sha256 and state.data_fingerprint):
@@ -324,9 +327,9 @@ def first_token(state: RunState, by_files: int | None) -> int | None:
 
 
 def last_token(state: RunState, by_files: int | None) -> int | None:
-    """Return the token id that ended the training documents; None if none did.
+    """Return the id of the token that ends the training documents; None if there is none.
 
-    `by_files` is the id in the tokenizer's files, for weights whose training data is not known.
+    `by_files` is the id from the tokenizer's files, for weights with unknown training data.
     """
     if state.document_end is None:
         return by_files
@@ -334,7 +337,7 @@ def last_token(state: RunState, by_files: int | None) -> int | None:
 
 
 def other_meaning(loaded: LoadedCheckpoint, state: RunState) -> tuple[str, ...]:
-    """Return notes on tokens and images that have a different meaning than in the stored run."""
+    """Return notes about tokenizer, template and image rules that differ from the stored run."""
     stored = stored_state(loaded)
     notes = []
     for name in (
@@ -346,7 +349,7 @@ def other_meaning(loaded: LoadedCheckpoint, state: RunState) -> tuple[str, ...]:
     ):
         was = getattr(stored, name)
         now = getattr(state, name)
-        if not was or not now or was == now:  # equal, or not known on one side
+        if not was or not now or was == now:  # equal, or unknown on one side
             continue
         if name == "chat_template":  # too long to show
             if was["default"] != now["default"]:

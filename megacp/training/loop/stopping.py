@@ -1,6 +1,6 @@
-"""Stop a run before its last step, on a signal or after --exit-duration.
+"""Stopping of a run before its last step, on a signal or after --exit-duration.
 
-A signal only sets a reason on its own rank. The ranks exchange reasons before each step
+A signal only sets a reason on its own rank. Ranks exchange reasons before each step
 (`agree_on_step`), so all of them stop at the same step.
 """
 
@@ -11,16 +11,15 @@ import time
 from types import FrameType
 
 REASONS = {1: "stopped on request", 2: "stopped after --exit-duration"}
-"""Why a run stops, by number. If ranks have different reasons, the highest number counts."""
+"""Reasons to stop, by number. If ranks have different reasons, the highest number counts."""
 
 
 class StopSignal:
-    """Remembers SIGTERM, SIGINT (Ctrl-C), SIGUSR1, SIGHUP or a timeout of `minutes` until the next
-    step.
+    """Record of SIGTERM, SIGINT (Ctrl-C), SIGUSR1, SIGHUP, or a timeout after `minutes`.
 
-    A second Ctrl-C ends the run immediately. Within two seconds it counts as the first one, since
-    the terminal and torchrun may both deliver it. If the parent process ignores SIGHUP (nohup), the
-    run ignores it too.
+    The run reads it before the next step. A second Ctrl-C ends the run immediately; however, within
+    two seconds it counts as the same Ctrl-C, because the terminal and torchrun may both deliver it.
+    If the parent process ignores SIGHUP (nohup), the run ignores it too.
     """
 
     def __init__(self, minutes: float | None = None) -> None:
@@ -35,14 +34,14 @@ class StopSignal:
 
     @property
     def reason(self) -> int:
-        """The number of the reason in REASONS to stop; 0 to continue."""
-        # the clock of each rank may differ: the ranks agree before the next step
+        """Number in REASONS of the reason to stop; 0 to continue."""
+        # clocks may differ between ranks, which therefore agree before the next step
         if self._deadline is not None and time.monotonic() >= self._deadline:
             return 2
         return int(self.received)
 
     def release(self) -> None:
-        """Restore the signal handlers that were set before."""
+        """Restore the previous signal handlers."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
 

@@ -1,7 +1,7 @@
-"""The training loop: read packs, run steps, log, validate, save checkpoints and stop cleanly.
+"""Training loop: read packs, run steps, log, validate, save checkpoints and stop cleanly.
 
-All ranks must agree on every decision to stop, save, validate or skip a step. Each decision
-therefore depends only on numbers that are equal on all ranks.
+All ranks must agree on every decision to stop, save, validate or skip a step. Therefore, each
+decision depends only on numbers that are equal on all ranks.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ from megacp.training.start.launch import report_failure
 from megacp.training.start.status import FAILED, STOPPED
 
 STEPS_BETWEEN_TRIMS = 10
-"""Optimizer steps between two calls that return free heap memory on a CPU rank. A call takes
+"""Number of steps between calls that return free heap memory on a CPU rank. A call takes
 milliseconds; without it, a small run grows by several MiB per step."""
 
 
 class Trainer:
-    """One rank of a run. `config` is resolved and checked; `weights` come from --load-hf."""
+    """One rank of a run. `config` has been checked; `weights` come from --load-hf."""
 
     def __init__(
         self, config: RunConfig, grid: ProcessGrid, sources: Sources, weights: Weights | None = None
@@ -76,7 +76,7 @@ class Trainer:
     def _begin(
         self, config: RunConfig, grid: ProcessGrid, sources: Sources, weights: Weights | None
     ) -> None:
-        """Build the model, load the weights and state it starts from, and open the log.
+        """Build the model, load its initial weights and state, and open the log.
 
         Raise ValueError on all ranks if any rank has loaded values that are not finite.
         """
@@ -87,7 +87,7 @@ class Trainer:
         self.timers = Timers(clock)
         start = starting_point(config, grid.world)
         self.model = ParallelModel(config, grid, self.timers.phase, drawn_at(start, weights))
-        self.rows = self.model.rows  # deals the rows of a step to ranks
+        self.rows = self.model.rows  # distributes the rows of a step to ranks
         self.state = fresh_state(config, sources, weights)
         # three kinds of start: a checkpoint, the weights of --load-hf, or random weights
         resumed: Resumed | None = None
@@ -104,11 +104,11 @@ class Trainer:
             if damaged:
                 message = (
                     f"{resumed.path} contains values that are not finite: {damaged}; use --load "
-                    "with an older checkpoint"
+                    "with an earlier checkpoint"
                 )
                 raise ValueError(message)
-        # Compute the length of the run again from the loaded progress: the flags were resolved
-        # earlier, possibly with a newer checkpoint than the one that was loaded.
+        # Recompute the length of the run from the loaded progress. The flags were resolved earlier,
+        # possibly with a newer checkpoint than the loaded one.
         done = self.state.step, self.state.consumed_samples
         last, self.end = whole_run(config.training, len(sources.train), *done)
         self.config = self.model.config = config = with_values(config, {"train_iters": last})
@@ -118,14 +118,14 @@ class Trainer:
         if profiled is not None:
             steps = profiled_steps(profiled)
             self.trace = Trace(config.profile_path, steps, grid.rank, grid.rank == 0, self.timers)
-        # the log opens only now, because it needs the loaded step and the resolved config
+        # open the log only now, because it needs the loaded step and the resolved config
         self.log = open_log(config, grid, self.state.step)
         chosen_lines = [chosen] if chosen else []
         lines = opening_lines(config, grid, sources, chosen_lines, start, resumed)
         for line in (*lines, *self.saver.notes):
             self.log.say(line)
         self.images = image_loading(config, grid, self.rows, sources.decoder)
-        # this rank reports the numbers that all ranks of a replica share
+        # whether this rank reports the numbers that all ranks of its replica share
         self.leads_replica = grid.tp.rank == self.rows.axis.rank == grid.pp.rank == 0
         self.peak_flops: float | None = None
         if grid.device.type == "cuda":
@@ -140,13 +140,13 @@ class Trainer:
         consumed = self.state.consumed_samples
         # --train-epochs may end in the middle of a step: the loader pads the last one
         options = dataclasses.replace(loader_options(self.config, self.rows.packs), end=self.end)
-        self.pace = Pace()  # estimates the remaining time; starts after everything is loaded
+        self.pace = Pace()  # estimates the remaining time, and starts after everything is loaded
         try:
             with PackedLoader(
                 self.sources.train, options, self.rows.data_rank, consumed, self.images, self._plan
             ) as loader:
                 while (step := self.state.step) < training.train_iters:
-                    # a reason to stop is known to all ranks, and no part of the step has been done
+                    # all ranks have the same reason to stop, and the step has not begun training
                     if reason := self.train_step(loader):
                         self._end_trace()
                         self._save(REASONS[reason])
@@ -162,7 +162,7 @@ class Trainer:
         except AnomalyError as reason:
             return self._end_at_anomaly(str(reason))
         except Exception as error:
-            # report all ranks' reasons: this error may only follow from a failure of another rank
+            # report all ranks' reasons, because another rank's failure may have caused this error
             error.add_note(report_failure(error, f"step {self.state.step + 1}", self.grid.world))
             raise
         finally:
@@ -171,10 +171,13 @@ class Trainer:
             self.log.close()
 
     def _finish(self) -> int:
-        """Save the last step; raise AnomalyError if the run has never made an update."""
+        """Save the last step, and return the exit status.
+
+        Raise AnomalyError if the run has never made an update.
+        """
         self._end_trace()
         if self.model.optimizer.updates == 0:
-            raise AnomalyError(f"none of {self.state.step} steps made an update")
+            raise AnomalyError(f"none of the {self.state.step} steps made an update")
         if skipped := self.health.skipped_in_a_row:
             self.log.note(self.state.step, f"the last {skipped} steps made no update")
         self._save("finished")
@@ -182,9 +185,9 @@ class Trainer:
         return 0
 
     def train_step(self, loader: PackedLoader) -> int:
-        """Run one step, from reading packs to the log, and return 0.
+        """Run one step, from reading packs to logging, and return 0.
 
-        If any rank has a reason to stop, do no training and return its number in REASONS.
+        If any rank has a reason to stop, return its number in REASONS without training.
         """
         step = self.state.step + 1
         if self.trace:  # --profile: detailed timings only for the profiled steps
@@ -196,12 +199,12 @@ class Trainer:
                 read = [row.batch for row in planned]
                 batches, left_out = self._sound(read, step)
             with self.timers.measure("plan"):
-                # A batch that lost a document has a different mask, so it is planned again.
+                # If documents were dropped from a batch, its mask has changed, so plan it again.
                 rows = []
                 for row, batch in zip(planned, batches, strict=True):
                     rows.append(row if row.batch is batch else self._plan(batch))
-            # All ranks exchange the loss denominator and their reasons to stop. After this point
-            # every decision on the step is the same on all ranks.
+            # All ranks exchange the loss denominator and their reasons to stop. From now on, every
+            # decision on the step is the same on all ranks.
             with self.timers.phase("agreement"):
                 report = self._rank_report(read, rows)
                 replica = self.rows.data_rank.index
@@ -218,7 +221,7 @@ class Trainer:
                 left_out=left_out,
             )
 
-            # called once, after backward and before the update
+            # called once, between the backward pass and the update
             def check(loss: float, norm: float) -> Decision:
                 return self.health.check(dataclasses.replace(numbers, loss=loss, grad_norm=norm))
 
@@ -238,14 +241,14 @@ class Trainer:
         return 0
 
     def _plan(self, batch: PackedBatch) -> PlannedRow:
-        """Plan a microbatch; the loader's threads call this ahead of the step."""
+        """Return the plan of a microbatch. The loader's threads call this before the step."""
         row = self.model.plan(batch)
         if not self.leads_replica:  # another rank of this replica counts the FLOPs
             return row
         return dataclasses.replace(row, flops=row_flops(row, self.config))
 
     def _rank_report(self, read: Sequence[PackedBatch], rows: Sequence[PlannedRow]) -> RankReport:
-        """Return this rank's contribution to the exchange before a step."""
+        """Return this rank's report for the exchange before a step."""
         images = 0
         if self.leads_replica and self.config.data.on_bad_image == "skip":
             images = image_documents(read)
@@ -259,26 +262,27 @@ class Trainer:
         )
 
     def _sound(self, batches: list[PackedBatch], step: int) -> tuple[list[PackedBatch], int]:
-        """Return the batches without documents with bad images, and the number left out.
+        """Return the batches without documents that have bad images, and the number of these.
 
-        A document is left out if any rank of its replica could not decode one of its images.
+        A document is dropped if any rank of its replica could not decode one of its images. The
+        number counts dropped documents on all replicas.
         """
         if self.images is None or self.images.on_bad_image != "skip":
             return batches, 0
         batches, reasons = without_bad_images(batches, self.grid, self.rows.data_rank.index)
         for reason in reasons:
-            self.log.note(step, f"left out a document: {reason}")
+            self.log.note(step, f"dropped a document: {reason}")
         return batches, len(reasons)
 
     def _report(self, result: StepResult, agreed: StepAgreement, before: int) -> None:
-        """Log a step that began after `before` samples.
+        """Log a step. The run had consumed `before` samples when the step began.
 
         Raise AnomalyError if the decision on the step ends the run.
         """
         step = self.state.step
         consumed = self.state.consumed_samples
         decision = result.decision
-        taken = self.timers.take()  # seconds by phase; taking them resets the timers
+        taken = self.timers.take()  # seconds by phase; this call also resets the timers
         for line in self.model.backend.warnings():
             self.log.say(line)
         if decision.findings:
@@ -288,7 +292,7 @@ class Trainer:
             if result.suspects:
                 note += f"; {result.suspects}"
             self.log.note(step, note)
-        # after a skipped update, the user may need a checkpoint older than --keep-last allows
+        # after a skipped update, the user may need a checkpoint that --keep-last would remove
         self.saver.keeps_all = not decision.update
         seconds = taken["step"]  # wall time, including data and planning
         left = self.config.training.train_iters - step  # remaining steps
@@ -318,11 +322,11 @@ class Trainer:
         if self.timers.detailed:
             found = breakdown(taken, self.grid.world, self.grid.device)
             self.log.figures("timing", step, found.line(step), found.figures())
-        if decision.end:  # raised last, so that the step itself is in the log
+        if decision.end:  # raise last, so that the log contains this step
             raise AnomalyError(decision.end)
 
     def _validate(self) -> None:
-        """Evaluate --eval-iters steps of the validation packs and log the mean loss."""
+        """Evaluate --eval-iters steps of validation packs, and log the mean loss."""
         assert self.sources.valid is not None
         options = loader_options(self.config, self.rows.packs)
         count = self.config.training.eval_iters
@@ -332,10 +336,10 @@ class Trainer:
         for read in validation_steps(self.sources.valid, options, replica, count, self.images):
             batches, _ = self._sound(read, self.state.step)
             agreed = agree_on_step(batches, self.grid, replica=replica.index)
-            # `evaluate` divides by the step's denominator: undo it to weigh all tokens equally
+            # `evaluate` divides by the step's denominator; undo this to weight all tokens equally
             total += self.model.evaluate(batches, agreed.denominator) * agreed.denominator
             weight += agreed.weight
-        self.timers.take()  # discard the phases of validation: they belong to no training step
+        self.timers.take()  # discard validation times, which do not belong to a training step
         if weight == 0.0:
             self.log.say(f"step {self.state.step}: no token of --valid-data-path has a loss weight")
             return
@@ -348,21 +352,21 @@ class Trainer:
     def _end_at_anomaly(self, reason: str) -> int:
         """Commit the pending checkpoint, log why the run ends, and return the exit status.
 
-        The log line also names the newest checkpoint, from which the user can resume.
+        The log line includes the newest checkpoint, from which the user can resume.
         """
         self._end_trace()
-        self.saver.keeps_all = True  # the user may have to resume from an older checkpoint
+        self.saver.keeps_all = True  # the user may have to resume from an earlier checkpoint
         self.saver.finish(self.log.say)
         newest = self.saver.newest
         if newest:
             origin = f"the newest checkpoint is {newest}"
         else:
             origin = "there is no checkpoint of this run"
-        self.log.fail(self.state.step, f"{reason}. Nothing was saved after it; {origin}")
+        self.log.fail(self.state.step, f"{reason}. Nothing was saved afterwards; {origin}")
         return FAILED
 
     def _end_trace(self) -> None:
-        """Write the running trace, if any, and log its folder or the problems of any rank."""
+        """Write the running trace, if any, and log its folder or any rank's problems."""
         if self.trace is None or not self.trace.running:
             return
         of_ranks = gather_objects(self.trace.finish(self.state.step), self.grid.world)

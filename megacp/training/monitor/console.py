@@ -1,8 +1,8 @@
-"""Standard output and standard error. Both may be closed by their reader during a run.
+"""Standard output and standard error. The reader of either may close it during a run.
 
-Any message may contain text from a foreign folder or file, so all text is escaped here. A line that
-cannot be printed does not end the run. The first failure is reported on another channel, and the
-next line is tried again.
+Messages may contain text from untrusted folders or files, so all text is escaped here. A line that
+cannot be printed does not end the run: the first failure is reported elsewhere, and printing is
+tried again with the next line.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from megacp.storage.wording import escaped, for_terminal
 
 
 class Console:
-    """Prints lines on standard output.
+    """Standard output that may fail.
 
-    `lost` is called with the reason when a line cannot be printed, once until printing works again.
+    `lost` is called with the reason if a line cannot be printed, and not again until printing has
+    worked.
     """
 
     def __init__(self, lost: Callable[[str], None]) -> None:
@@ -42,14 +43,14 @@ class Console:
     def close(self) -> None:
         """Discard text that could not be printed.
 
-        Python would try to print it again at exit, and end with status 120.
+        Otherwise, Python would try to print it again at exit, and exit with status 120.
         """
         if self._broken:
             to_nowhere(1, sys.stdout)
 
 
 def warn(text: str) -> None:
-    """Print a message on standard error, escaped for a terminal, if possible."""
+    """Print a message on standard error, escaped for a terminal; ignore a closed stream."""
     try:
         print(for_terminal(text), file=sys.stderr, flush=True)
     except (OSError, ValueError):
@@ -57,15 +58,15 @@ def warn(text: str) -> None:
 
 
 def say(text: str) -> None:
-    """Print a result on standard output in full, with control characters escaped."""
+    """Print a whole result on standard output, with control characters escaped."""
     print(escaped(text), flush=True)
 
 
 @contextlib.contextmanager
 def ends_with_its_reader() -> Iterator[None]:
-    """Let the process end silently when the reader of its output closes the pipe (`| head`).
+    """End the process silently if the reader of its output closes the pipe (`| head`).
 
-    It ends by SIGPIPE, so use this only in commands that just print.
+    SIGPIPE then kills the process, so use this only in commands that just print.
     """
     # only the main thread may set signal handlers
     if threading.current_thread() is not threading.main_thread():
@@ -74,7 +75,7 @@ def ends_with_its_reader() -> Iterator[None]:
     before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
         yield
-        # flush here: after the block, a closed pipe would be an error again
+        # flush here, because a closed pipe becomes an error again when the block ends
         if sys.stdout is not None:
             sys.stdout.flush()
     finally:
@@ -82,7 +83,7 @@ def ends_with_its_reader() -> Iterator[None]:
 
 
 def to_nowhere(number: int, stream: object) -> None:
-    """Redirect descriptor `number` to /dev/null, and flush the buffer of `stream` there."""
+    """Redirect descriptor `number` to /dev/null, and flush the buffer of `stream` into it."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         # the stream may have been replaced, for example by a test
         if stream.fileno() != number:  # type: ignore[attr-defined]

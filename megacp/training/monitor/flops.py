@@ -1,7 +1,7 @@
 """Model FLOPs utilisation (PaLM, Chowdhery et al. 2022, appendix B) and peak memory.
 
-The FLOPs come from `engine/models/costs.py`, without recomputation. They are compared with the
-dense peak of the GPU.
+FLOPs come from `engine/models/costs.py`, without recomputation, and are compared with the GPU's
+dense peak.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ PEAK_FLOPS: dict[str, dict[str, float]] = {
     "A10": {"bfloat16": 125e12, "tf32": 62.5e12, "float32": 31.2e12, "float64": 0.97e12},
     "L4": {"bfloat16": 121e12, "tf32": 60e12, "float32": 30.3e12, "float64": 0.47e12},
 }
-"""Dense peaks in FLOP/s from the vendors' data sheets, by a part of the device's name. tf32 is
-float32 on tensor cores, with a mantissa of 10 bits.
+"""Dense peak FLOP/s from vendors' data sheets, by words in the device's name. tf32 is float32 on
+tensor cores, with a mantissa of 10 bits.
 """
 
 
 def gpu_peak(device_name: str, dtype: str) -> float | None:
     """Return the peak FLOP/s of a GPU by its name (`torch.cuda.get_device_name()`).
 
-    None if the GPU is not in the table. The longest matching name counts.
+    If several table entries match, the longest counts. Return None if none matches.
     """
     # whole words only, so that an L40S does not match L4
     words = f" {device_name.replace('-', ' ')} "
@@ -41,8 +41,9 @@ def gpu_peak(device_name: str, dtype: str) -> float | None:
 
 
 def cuda_peak(device: torch.device, dtype: str) -> float | None:
-    """Return `gpu_peak` of a device. float32 counts as TF32 if torch is allowed to use it, which is
-    not the default.
+    """Return `gpu_peak` for a device.
+
+    float32 counts as TF32 if torch is allowed to use TF32, which is not the default.
     """
     import torch
 
@@ -51,11 +52,11 @@ def cuda_peak(device: torch.device, dtype: str) -> float | None:
 
 
 def peak_bytes(device_type: str = "cpu") -> int:
-    """Return the peak bytes of the whole process ("cpu") or of the tensors on its GPU ("cuda")."""
+    """Return the peak bytes of the whole process ("cpu"), or of its tensors on the GPU ("cuda")."""
     if device_type == "cuda":
         import torch
 
         return int(torch.cuda.max_memory_allocated())
-    # not getrusage's ru_maxrss, which starts with the peak of the parent process
+    # getrusage's ru_maxrss is unsuitable, because it starts with the parent process's peak
     status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
     return int(status.partition("VmHWM:")[2].split()[0]) * 1024  # "VmHWM:   123456 kB"

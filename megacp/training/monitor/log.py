@@ -1,12 +1,12 @@
-"""The log of a run: one console line per step, and the same numbers as JSON lines and, on request,
+"""Log of a run: one console line per step, and the same numbers as JSON lines and, on request,
 in TensorBoard, W&B and Trackio.
 
-No target ends a run. If one cannot be written, the other targets report it once, and the next line
-tries it again.
+A failing target does not end the run. The other targets report the failure once, and the next line
+is tried again.
 
-The JSONL file is only ever appended to, by whole lines. If a resumed run finds lines in it, it
-first appends a line of kind `run`, whose `step` is the step it resumes after. Earlier lines with
-later steps are then obsolete.
+Whole lines are appended to the JSONL file, and nothing is overwritten. If the file is not empty, a
+resumed run first appends a line of kind `run`, whose `step` is the step after which it resumes.
+Earlier lines with later steps are then obsolete.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ Number = int | float
 
 @dataclass(frozen=True)
 class StepRecord:
-    """The figures of one optimizer step, already reduced over the grid."""
+    """Figures of one optimizer step, already reduced across the grid."""
 
     step: int
     """Number of the optimizer step, from 1."""
     loss: float
-    """Weighted mean over the step's loss tokens."""
+    """Weighted mean loss over the step's loss tokens."""
     grad_norm: float
-    """Global norm before clipping."""
+    """Global gradient norm before clipping."""
     lr: float
     tokens_per_second: float
     """Tokens of the whole step divided by its wall time."""
     mfu: float | None
-    """Model FLOPs utilisation in [0, 1]; None if the peak of the device is unknown."""
+    """Model FLOPs utilisation in [0, 1]; None if the device's peak is unknown."""
     peak_memory: int
     """Peak bytes since the start, on the rank with the highest peak."""
     data_wait: float
@@ -52,18 +52,18 @@ class StepRecord:
     consumed_samples: int
     """Packs that the run has consumed so far."""
     epoch: float
-    """Passes over the dataset so far. For a blend: its samples divided by the packs of all its
-    datasets.
+    """Passes over the dataset so far. For a blend: samples so far, divided by the number of packs
+    in all its datasets.
     """
     seconds_left: float
     """Estimated seconds until the last step, from the median time between steps."""
     experts: Mapping[str, Number] = field(default_factory=dict)
-    """Expert balance: loads, and auxiliary terms that are not included in the loss."""
+    """Expert balance: loads, and auxiliary terms, which `loss` does not include."""
 
 
 @dataclass(frozen=True)
 class LogTargets:
-    """The targets of a run's log. Ranks other than 0 use `LogTargets()`, which writes nothing."""
+    """Targets of a run's log. Ranks other than 0 use `LogTargets()`, which has no target."""
 
     console: bool = False
     jsonl: Path | None = None
@@ -71,11 +71,11 @@ class LogTargets:
     wandb_project: str | None = None
     trackio_project: str | None = None
     log_interval: int = 1
-    """Steps between console lines; files get every step."""
+    """Number of steps between console lines; files contain every step."""
 
 
 class RunLog:
-    """The log of one rank. `resume_step` is the step of the loaded checkpoint, 0 for a new run."""
+    """Log of one rank. `resume_step` is the step of the loaded checkpoint, 0 for a new run."""
 
     def __init__(
         self,
@@ -84,9 +84,9 @@ class RunLog:
         resume_step: int = 0,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        """Open all targets. W&B and Trackio show the `settings`.
+        """Open all targets. W&B and Trackio also record the `settings`.
 
-        Raise ValueError if one cannot be opened, or needs a package that is not installed.
+        Raise ValueError if a target cannot be opened, or if its package is not installed.
         """
         self._targets = targets
         self._total = total_steps
@@ -94,7 +94,7 @@ class RunLog:
         self._console = Console(self._without_console)
         # optional dependencies are imported only if their flag is set
         self._sinks: list[Sink] = []
-        self._silent: set[str] = set()  # sinks whose last line could not be written
+        self._silent: set[str] = set()  # sinks whose latest line could not be written
         if targets.tensorboard_dir:
             self._sinks.append(TensorBoardSink(targets.tensorboard_dir, resume_step))
         for package, project in (
@@ -133,12 +133,12 @@ class RunLog:
             self.say(text)
 
     def note(self, step: int, text: str) -> None:
-        """Log an event to look up after the run, such as a skipped update or a dropped document."""
+        """Log an event, such as a skipped update or a dropped document."""
         self._to_sinks(lambda sink: sink.note(step, text))
         self.say(f"step {step}: {text}")
 
     def fail(self, step: int, text: str) -> None:
-        """Log why the run ends, to standard error and to every file."""
+        """Log why the run ends with an error, to standard error and to every file."""
         self._to_sinks(lambda sink: sink.note(step, text))
         if self._targets.console:
             warn(f"error: step {step}: {text}")
@@ -151,14 +151,14 @@ class RunLog:
     def close(self) -> None:
         """Close every target."""
         sinks = self._sinks
-        self._sinks = []  # a message of `console.close` must not reach closed sinks
+        self._sinks = []  # a message from `console.close` must not reach closed sinks
         for sink in sinks:
             with contextlib.suppress(Exception):
                 sink.close()
         self._console.close()
 
     def _to_sinks(self, action: Callable[[Sink], None]) -> None:
-        """Run an action on each sink. Report a failing sink once, until it works again."""
+        """Run an action on each sink. Report a failing sink once, until it has worked again."""
         for sink in self._sinks:
             try:
                 action(sink)
@@ -168,34 +168,34 @@ class RunLog:
                     reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
                     warning = f"{sink.name} cannot be written ({reason}): the run continues"
                     self.note(self._step, warning)
-                    # The note itself may have been written: it is shorter than other lines.
+                    # Writing the note may have succeeded, because it is shorter than other lines.
                     self._silent.add(sink.name)
             else:  # it works again: report its next failure
                 self._silent.discard(sink.name)
 
     def _without_console(self, reason: str) -> None:
-        """Report on standard error and in the files that the console does not work."""
+        """Report a failing console on standard error and in the files."""
         text = (
-            f"standard output cannot be written ({reason}): the run continues, with its lines in "
-            "the log file"
+            f"standard output cannot be written ({reason}): the run continues and writes its "
+            "lines to the log file"
         )
         warn(text)
         self._to_sinks(lambda sink: sink.note(self._step, text))
 
 
 class JsonlSink:
-    """Writes one JSON object per line: `{"kind": "train", "step": 3, "loss": ...}`.
+    """JSONL file with one object per line: `{"kind": "train", "step": 3, "loss": ...}`.
 
-    Each line is written immediately. Floats keep all their digits; nan and inf are written as
-    strings, since JSON cannot represent them. `name` is used in warnings. `kind` is train, valid,
-    blend, attention or timing.
+    Each line is written immediately. Floats keep all their digits; nan and inf become strings,
+    because JSON cannot represent them. `name` is used in warnings. `kind` is train, valid, blend,
+    attention, timing, note or run.
     """
 
     def __init__(self, path: Path, resume_step: int = 0) -> None:
-        """Open for appending. Raise ValueError if the path is a link or not a regular file."""
+        """Open the file to append. Raise ValueError if `path` is a link or not a regular file."""
         self.name = str(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        # O_APPEND: other processes may read the file, or append to it, at the same time
+        # O_APPEND: other processes may read the file or append to it at the same time
         self._file = open_own(path, os.O_WRONLY | os.O_APPEND)
         if os.fstat(self._file).st_size:
             with contextlib.suppress(OSError):  # a full disk does not end the run
@@ -214,7 +214,7 @@ class JsonlSink:
         self._line("note", step, {"text": text})
 
     def _line(self, kind: str, step: int, values: Mapping[str, Number | str | None]) -> None:
-        """Append a line, all of it or none."""
+        """Append a whole line, or nothing if that fails."""
         content = {"kind": kind, "step": step, **values}
         line = (json.dumps(content, allow_nan=False) + "\n").encode()
         before = os.fstat(self._file).st_size
@@ -223,7 +223,7 @@ class JsonlSink:
             while done < len(line):
                 done += os.write(self._file, line[done:])
         except OSError:
-            if done:  # the disk is full: remove the incomplete line
+            if done:  # the disk may be full: remove the incomplete line
                 os.ftruncate(self._file, before)
             raise
 
@@ -233,9 +233,9 @@ class JsonlSink:
 
 
 class TensorBoardSink:
-    """Writes scalars `train/loss`, `valid/loss`, ... as TensorBoard events.
+    """TensorBoard events with the scalars `train/loss`, `valid/loss`, ...
 
-    A resumed run hides the steps that it repeats.
+    A resumed run hides the old events of the steps that it repeats.
     """
 
     def __init__(self, folder: str, resume_step: int = 0) -> None:
@@ -244,7 +244,7 @@ class TensorBoardSink:
         except ImportError as error:
             raise ValueError(_missing("--tensorboard-dir", "tensorboard")) from error
         self.name = f"--tensorboard-dir {folder}"
-        # purge_step hides events of an earlier run from this step on
+        # purge_step hides an earlier run's events, starting at this step
         self._writer = SummaryWriter(folder, purge_step=resume_step + 1 if resume_step else None)
         self.close = self._writer.close
 
@@ -260,7 +260,7 @@ class TensorBoardSink:
 
 
 class ProjectSink:
-    """Writes the same scalars to Weights & Biases, or to Trackio, which has the same API."""
+    """The same scalars in Weights & Biases, or in Trackio, which has the same API."""
 
     def __init__(self, package: str, project: str, settings: Mapping[str, Any]) -> None:
         try:
@@ -285,11 +285,11 @@ Sink = JsonlSink | TensorBoardSink | ProjectSink
 
 
 def _missing(option: str, package: str) -> str:
-    """Return the message that a flag needs a package."""
-    how = "install the extra `log` (pip install 'megacp[log]')"
-    if package == "trackio":  # not part of the extra
+    """Return the error message for a flag whose package is missing."""
+    how = "install the extra `log` (pip install -e '.[log]')"
+    if package == "trackio":  # the extra does not include it
         how = "pip install trackio"
-    return f"{option} needs the package {package}: {how} or drop the flag"
+    return f"{option} needs the package {package}: {how} or remove the flag"
 
 
 def step_line(record: StepRecord, total_steps: int) -> str:

@@ -1,6 +1,6 @@
-"""A trace of some steps of one rank: chrome JSON by torch's profiler (chrome://tracing, Perfetto).
+"""Trace of some steps on one rank, as Chrome JSON from torch's profiler (for Perfetto).
 
-The profiler exists only during these steps. A trace that cannot be written does not end the run.
+The profiler exists only during these steps. Failure to write a trace does not end the run.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from megacp.storage.files import rename
 
 
 class Trace:
-    """The trace of one rank over `steps`, written below `folder`, with the phases of `timers`.
+    """One rank's trace of `steps`, written to `folder`, with the phases of `timers`.
 
-    `mine`: whether this rank writes a trace.
+    `mine` is whether this rank writes a trace.
     """
 
     def __init__(self, folder: Path, steps: range, rank: int, mine: bool, timers: Timers) -> None:
         self.folder = folder
         self.running = False
-        """Whether the traced steps have begun and not ended; equal on all ranks."""
+        """Whether the traced steps have begun but not ended; equal on all ranks."""
         self._steps = steps
         self._rank = rank
         self._mine = mine
@@ -32,14 +32,14 @@ class Trace:
         self._first = 0
 
     def before(self, step: int) -> None:
-        """Start the trace if `step` is the first traced step of this process."""
+        """Start the trace if `step` is the first traced step in this process."""
         if self.running or step not in self._steps:
             return
         self.running = True
         self._first = step
         if not self._mine:
             return
-        # imported late: most runs need no profiler
+        # imported here because most runs do not need the profiler
         from torch.profiler import ProfilerActivity, profile, record_function, supported_activities
 
         wanted = {ProfilerActivity.CPU, ProfilerActivity.CUDA}
@@ -60,13 +60,13 @@ class Trace:
         self._profiler = None
         self._timers.annotate = None
         name = f"steps_{self._first}_{step}_rank_{self._rank}"
-        # A fresh name: torch would follow a link, or overwrite the trace of an earlier run.
+        # Use a new name, because torch would follow a link, or overwrite an earlier run's trace.
         written = self.folder / f".{name}.{secrets.token_hex(6)}.json"
         try:
             profiler.stop()
             self.folder.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(os.fspath(written))
-            if not written.is_file():  # torch does not raise, it only prints the reason
+            if not written.is_file():  # torch does not raise; it only prints the reason
                 raise OSError(f"{self.folder / name}.json was not written")
             rename(written, _free_path(self.folder, name))
         except (OSError, RuntimeError) as error:
@@ -79,7 +79,7 @@ def _free_path(folder: Path, name: str) -> Path:
     """Return the first free path of NAME.json, NAME.2.json, NAME.3.json, ..."""
     path = folder / f"{name}.json"
     number = 1
-    while os.path.lexists(path):  # a broken link also takes the name
+    while os.path.lexists(path):  # a broken link also occupies the name
         number += 1
         path = folder / f"{name}.{number}.json"
     return path

@@ -1,1 +1,1 @@
-"""Start of ranks: how a process learns its rank and meets the other ranks."""
+"""Start of a run: how a process obtains its rank and connects to the other ranks."""

@@ -12,7 +12,7 @@ from megacp.engine.config.run import flag
 from megacp.training.monitor.console import say
 
 HELP_ALL = "--help-all"
-# Fields whose flags `--help` shows.
+# Fields with common flags, which `--help` shows.
 FIRST_FIELDS = (
     "dry_run",
     "world_size",
@@ -43,7 +43,7 @@ FIRST_FIELDS = (
     "save_interval",
     "auto_resume",
 )
-# Columns of a help line, at most.
+# Maximum number of columns in a help line.
 _WIDEST = 100
 _INDENT = 8 * " "
 
@@ -56,13 +56,13 @@ def asks_for_help(arguments: Sequence[str]) -> bool:
 def show_help(arguments: Sequence[str]) -> None:
     """Print the common flags by group, or all flags for `--help-all`.
 
-    Defaults come from the --config files in `arguments`. Raise ValueError like `parse`.
+    Defaults come from the --config files in `arguments`. Raise ValueError as `parse` does.
     """
     others = [argument for argument in arguments if argument not in (*HELP, HELP_ALL)]
     if HELP_ALL in arguments:
-        # argparse prints the help of all flags and ends the program
+        # argparse prints the help for all flags and exits
         parse([*others, *HELP])
-    # take the texts from the parser, so that defaults and groups are always right
+    # the texts come from the parser, so that defaults and groups are always correct
     shown = {flag(name) for name in FIRST_FIELDS}
     lines = [f"usage: {PROGRAM} [-h] [OPTIONS]", DESCRIPTION]
     for group in flag_groups(others):
@@ -80,10 +80,10 @@ def show_help(arguments: Sequence[str]) -> None:
 
 
 def _described(action: argparse.Action) -> list[str]:
-    """Return the lines of a flag: its names and allowed values, then its help text."""
+    """Return the help lines for a flag: its names and allowed values, then its help text."""
     names = ", ".join(action.option_strings)
     values = f" {action.metavar}" if action.metavar else ""
-    # fit the terminal, but keep lines readable on a wide one
+    # use the terminal's width, but keep lines readable on wide terminals
     width = min(shutil.get_terminal_size().columns, _WIDEST)
     text = " ".join((action.help or "").split())  # docstrings contain line breaks
     wrapped = textwrap.wrap(

@@ -1,11 +1,11 @@
-"""Start of a rank: learn its number, meet the other ranks, build the grid, report failures.
+"""Start of a rank: determine its number, find the other ranks, build the grid, report failures.
 
-Only this file reads or writes `os.environ`, so everything else is a function of its arguments. A
+Only this file reads or writes `os.environ`, so all other code depends only on its arguments. A
 single process needs neither a process group nor torchrun.
 
-A failed rank leaves its reason in the run's store, which usually still answers when collectives do
-not. A rank whose collective was broken by another rank reads these reasons; a rank that was killed
-or hangs is recognized because it leaves none.
+A failed rank writes its reason to the run's store, which usually still works when collectives do
+not. Ranks whose collectives fail read these reasons. A rank that leaves no reason was killed or
+hangs.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from megacp.distributed.large_blocks import BLOCKS, LARGE
 from megacp.distributed.shape import GridShape
 from megacp.storage.wording import listed
 
-# How long rank 0 waits for the other ranks to read its verdict: its process may hold the store.
+# How long rank 0 waits for the other ranks to read its verdict, since it may host the store.
 _READING_SECONDS = 5.0
-# Make torch record the last NCCL collectives and write them to a file per rank at a timeout.
+# Make torch record the latest NCCL collectives, and write them to a file per rank on a timeout.
 _FLIGHT_RECORDER = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
-# The address of this machine that only this machine can reach.
+# An address that only this machine can reach.
 _LOOPBACK = "127.0.0.1"
-# Rows differ in length. Without expandable segments the allocator loses memory to fragments, and
-# waits for the device to release some.
+# Rows differ in length. Without expandable segments, the allocator would lose memory to
+# fragmentation, and would wait for the device to release memory.
 _CUDA = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
 @dataclass(frozen=True)
 class World:
-    """The place of this process among all processes of the run, as torchrun set it."""
+    """Global and local rank of this process, and numbers of ranks, as set by torchrun."""
 
     rank: int = 0
     size: int = 1
@@ -54,13 +54,13 @@ class World:
 
 
 def world_from_environment() -> World:
-    """Read RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; without them, return one process.
+    """Return the world given by RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE.
 
-    Raise ValueError if they are inconsistent, or if only one of the first two is set: every process
-    would then train on its own.
+    Without these variables, the world has a single process. Raise ValueError if they are
+    inconsistent, or if only one of RANK and WORLD_SIZE is set, because every process would then
+    train separately.
     """
-    # Without any variable, the process is the only rank. LOCAL_WORLD_SIZE may be missing if all
-    # ranks run on one machine.
+    # LOCAL_WORLD_SIZE may be missing if all ranks run on one machine.
     size = os.environ.get("WORLD_SIZE", "1")
     defaults = {"RANK": "0", "WORLD_SIZE": size, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": size}
     texts = {key: os.environ.get(key, default) for key, default in defaults.items()}
@@ -71,21 +71,21 @@ def world_from_environment() -> World:
             return World(rank, ranks, local_rank, local_ranks)
     shown = ", ".join(f"{key}={os.environ.get(key, '(not set)')}" for key in defaults)
     raise ValueError(
-        f"environment variables: {shown} do not describe a rank of a world; start with torchrun or "
-        "unset them"
+        f"environment variables: {shown} are inconsistent; start the run with torchrun or unset "
+        "them"
     )
 
 
 def ranks_of_one_machine(count: int) -> tuple[dist.Store, list[dict[str, str]]]:
-    """Return the store of a run whose ranks this process starts, and the environment of each rank.
+    """Return the store for a run whose ranks this process starts, and each rank's environment.
 
-    The caller keeps the store until the ranks end. It accepts any connection, so only this machine
-    can reach it.
+    The caller must keep the store until the ranks end. The store accepts any connection, so it is
+    reachable only from this machine.
     """
-    # Listen before the ranks start: no other process can take the port meanwhile.
+    # Listen before the ranks start, so that no other process can take the port.
     listener = socket.create_server((_LOOPBACK, 0))
     port = listener.getsockname()[1]
-    # The store owns the descriptor from here on.
+    # From now on, the store owns the descriptor.
     descriptor = listener.detach()
     store = dist.TCPStore(
         _LOOPBACK, port, None, True, wait_for_workers=False, master_listen_fd=descriptor
@@ -99,7 +99,8 @@ def ranks_of_one_machine(count: int) -> tuple[dist.Store, list[dict[str, str]]]:
     }
     environments = []
     for rank in range(count):
-        environment = {"OMP_NUM_THREADS": "1", **os.environ, **shared}  # the caller's threads win
+        # the caller's OMP_NUM_THREADS takes precedence
+        environment = {"OMP_NUM_THREADS": "1", **os.environ, **shared}
         environment["RANK"] = str(rank)
         environment["LOCAL_RANK"] = str(rank)
         environments.append(environment)
@@ -107,7 +108,7 @@ def ranks_of_one_machine(count: int) -> tuple[dist.Store, list[dict[str, str]]]:
 
 
 def would_restart() -> bool:
-    """Whether torchrun restarts the run when this process exits with a status other than 0."""
+    """Return whether torchrun restarts the run if this process exits with a nonzero status."""
     # only torchrun sets these variables
     done = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     allowed = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
@@ -115,31 +116,31 @@ def would_restart() -> bool:
 
 
 def device_type(world: World) -> str:
-    """Return `cuda` if torch sees GPUs, else `cpu`, without initializing a device.
+    """Return `cuda` if torch finds GPUs, else `cpu`, without initializing a device.
 
-    Also set the environment variables that packages read when they are imported. A single GPU
-    belongs to a rank without LOCAL_RANK (`srun --gpus-per-task=1`). Raise ValueError if there are
-    otherwise fewer GPUs than local ranks: training on CPUs next to idle GPUs must be requested.
+    Also set environment variables that packages read on import. If LOCAL_RANK is not set, a single
+    GPU belongs to this rank (`srun --gpus-per-task=1`). Otherwise, raise ValueError if there are
+    fewer GPUs than local ranks: a run uses CPUs despite GPUs only on request.
     """
-    # Slurm may show each rank only its own GPU, and then does not set LOCAL_RANK.
+    # With Slurm, a rank may find only its own GPU, and LOCAL_RANK is not set.
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     own_gpu = count == 1 and "RANK" in os.environ and "LOCAL_RANK" not in os.environ
     if 0 < count < world.local_size and not own_gpu:
         raise ValueError(
-            f"torch sees {count} GPUs for the {world.local_size} ranks of this machine "
+            f"torch finds {count} GPUs for the {world.local_size} ranks of this machine "
             "(LOCAL_WORLD_SIZE, else WORLD_SIZE): start one rank per GPU, or set "
             "CUDA_VISIBLE_DEVICES= to train on the CPU"
         )
     if count == 0:
         return "cpu"
-    # otherwise every rank would start a compiler thread per core
+    # otherwise, every rank would start one compiler thread per core
     compile_threads = max(1, (os.cpu_count() or 1) // world.local_size)
     set_defaults(_CUDA | {"TORCHINDUCTOR_COMPILE_THREADS": str(compile_threads)})
     return "cuda"
 
 
 def pick_device(world: World) -> torch.device:
-    """Return the GPU of this local rank, or the CPU with an equal share of its cores."""
+    """Return the GPU of this local rank, or the CPU, using an equal share of its cores."""
     if device_type(world) == "cuda":
         torch.cuda.set_device(world.local_rank)
         return torch.device("cuda", world.local_rank)
@@ -162,13 +163,13 @@ def device_at_hand(world: World) -> tuple[str, float]:
 
 
 def settle_cpu() -> None:
-    """Configure this process as a CPU rank; threads inherit it if they start later.
+    """Configure this process as a CPU rank; threads that start later inherit the configuration.
 
-    Results below the normal numbers (1e-38 in float32) become 0. Processors are many times slower
-    with them, and states that have decayed are full of them.
+    Denormal results (below 1e-38 in float32) become 0. Processors are many times slower with
+    denormals, which are frequent in decayed states.
 
-    Large tensors get memory maps of their own, which our own functions reuse (`large_blocks`). In
-    glibc's heap, small blocks of gloo would keep the memory of freed outputs from being returned.
+    Large tensors get their own memory maps, which our functions reuse (`large_blocks`). In glibc's
+    heap, small gloo blocks would prevent the memory of freed outputs from being returned.
     """
     torch.set_flush_denormal(True)
     BLOCKS.active = True
@@ -177,9 +178,9 @@ def settle_cpu() -> None:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """One rank that has met all ranks of a run, before any process group exists.
+    """Connection of a rank to all ranks of a run, before any process group exists.
 
-    `store` contains only keys of this start of the run; it is None for a single rank.
+    `store` contains only keys from this start of the run; it is None for a single rank.
     """
 
     rank: int
@@ -191,11 +192,10 @@ class Rendezvous:
     def decided_by_rank_0(
         self, topic: str, value: str, judge: Callable[[list[str]], str], also: float = 0.0
     ) -> str:
-        """Return rank 0's verdict on the values of all ranks, given to `judge` in rank order.
-
-        Every rank calls this once per topic. `also` is the time in seconds that a rank may need for
-        its value, in addition to `seconds`. Raise ValueError if a value does not arrive in time;
-        rank 0 names the rank.
+        """Return rank 0's verdict: the result of `judge` for all ranks' values, in rank order.
+        Every rank calls this method once per topic. `also` is the time in seconds that a rank may
+        need to compute its value, in addition to `seconds`. Raise ValueError if a value does not
+        arrive in time; on rank 0, the error names the rank.
         """
         store = self.store
         seconds = self.seconds + also
@@ -203,7 +203,7 @@ class Rendezvous:
             return judge([value])
         store.set(f"{topic}/{self.rank}", value)
         store.set_timeout(datetime.timedelta(seconds=seconds))
-        # Rank 0 collects all values and writes the verdict; the other ranks only wait for it.
+        # Rank 0 collects all values and writes the verdict; the other ranks wait for the verdict.
         values: list[str] = []
         try:
             while self.rank == 0 and len(values) < self.size:
@@ -213,9 +213,9 @@ class Rendezvous:
             verdict = store.get(f"{topic}/verdict").decode()
         except dist.DistError as late:
             raise ValueError(
-                f"no word on the {topic} from rank {len(values)} within {seconds:g} s"
+                f"no message about the {topic} from rank {len(values)} within {seconds:g} s"
             ) from late
-        # Rank 0 stays until all ranks have read the verdict, because it may hold the store.
+        # Rank 0 waits until all ranks have read the verdict, because it may host the store.
         read = store.add(f"{topic}/read", 1)  # number of ranks that have read the verdict
         deadline = time.monotonic() + _READING_SECONDS
         while self.rank == 0 and read < self.size and time.monotonic() < deadline:
@@ -225,10 +225,10 @@ class Rendezvous:
 
 
 def rendezvous(world: World, seconds: float) -> Rendezvous:
-    """Find the other ranks of this run in the store of torchrun's agent, or of rank 0.
+    """Connect to the other ranks through the store of torchrun's agent or rank 0.
 
     No process group is created. Raise ValueError if the store cannot be reached, or if ranks do not
-    come within `seconds`.
+    connect within `seconds`.
     """
     if world.size == 1:
         return Rendezvous(world.rank, 1, None, seconds)
@@ -237,10 +237,10 @@ def rendezvous(world: World, seconds: float) -> Rendezvous:
     place = f"MASTER_ADDR={host}, MASTER_PORT={port}"
     if not host or not (port.isdecimal() and 0 < int(port) < 2**16):
         raise ValueError(
-            f"environment variables: {place} (1 to 65535): start with torchrun or set them "
-            "everywhere"
+            f"environment variables: {place} must give a host and a port from 1 to 65535: start "
+            "with torchrun, or set them for every rank"
         )
-    # torchrun's agent already serves a store at this address; a plain launcher leaves it to rank 0
+    # torchrun's agent already serves a store at this address; without it, rank 0 must serve one
     serves = world.rank == 0 and _rank_0_holds_the_store()
     server = "localhost" if serves else host
     timeout = datetime.timedelta(seconds=max(1.0, seconds))
@@ -251,13 +251,14 @@ def rendezvous(world: World, seconds: float) -> Rendezvous:
         here = f"rank {world.rank} on {socket.gethostname()}"
         why = str(error).strip().partition("\n")[0]
         raise ValueError(
-            f"{here} found no store at {place}: {why}; is rank 0 there, is the port free?"
+            f"{here} found no store at {place}: {why}; check that rank 0 runs there and that the "
+            "port is free"
         ) from error
     return Rendezvous(world.rank, world.size, fresh, seconds)
 
 
 def _rank_0_holds_the_store() -> bool:
-    """Whether rank 0 holds the store of the run, rather than torchrun or `--nproc`."""
+    """Return whether rank 0 hosts the run's store, instead of torchrun or `--nproc`."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
 
 
@@ -268,12 +269,12 @@ def fresh_store(store: dist.Store, rank: int, size: int, seconds: float) -> dist
     processes. All ranks therefore agree on a new prefix:
 
     1. Each rank writes a random word.
-    2. Rank 0 proposes the words of all ranks that it finds.
+    2. Rank 0 proposes the list of all words that it finds.
     3. Each rank agrees to a proposal that contains its own word.
-    4. Once all ranks have agreed, rank 0 settles it.
+    4. Once all ranks have agreed, rank 0 confirms the proposal.
 
-    (TORCHELASTIC_RESTART_COUNT does not serve: it differs between machines after one of them has
-    failed.) Raise ValueError with the ranks that do not come within `seconds`.
+    TORCHELASTIC_RESTART_COUNT cannot be used as the prefix: after a machine has failed, it differs
+    between machines. Raise ValueError that lists the ranks missing after `seconds`.
     """
 
     def read(key: str) -> str:
@@ -281,7 +282,7 @@ def fresh_store(store: dist.Store, rank: int, size: int, seconds: float) -> dist
             return ""
         return store.get(f"life/{key}").decode()
 
-    # the word is new in every start, so that old keys never match it
+    # the word is new at every start, so old keys never match it
     word = secrets.token_hex(8)
     agreed = ""
     deadline = time.monotonic() + seconds
@@ -301,9 +302,9 @@ def fresh_store(store: dist.Store, rank: int, size: int, seconds: float) -> dist
                 store.set("life/settled", name)
             if read("settled") == name:
                 return dist.PrefixStore(f"life/{name}", store)
-        # Many ranks ask one store, so they ask less often.
+        # Poll less often if many ranks share the store.
         time.sleep(0.02 * max(1.0, size / 128))
-    # Out of time: name the ranks without a word, or else the ranks that did not agree.
+    # Time is up: report the ranks without a word or, if there are none, those that did not agree.
     missing = [other for other in range(size) if not read(f"word/{other}")]
     if not missing:
         missing = [other for other in range(size) if read(f"agreed/{other}") != agreed]
@@ -311,7 +312,7 @@ def fresh_store(store: dist.Store, rank: int, size: int, seconds: float) -> dist
         time.sleep(_READING_SECONDS)  # the other ranks look for missing ranks in this store
     raise ValueError(
         f"rank {rank} on {socket.gethostname()} waited {seconds:g} s for the {size} ranks of this "
-        f"run to start: no word from {named(missing)}; start every rank, with the same "
+        f"run to start: no message from {named(missing)}; start every rank, with the same "
         "MASTER_ADDR, MASTER_PORT and WORLD_SIZE"
     )
 
@@ -322,7 +323,7 @@ def join(
     timeout_minutes: float = 10.0,
     file_timeout_minutes: float | None = None,
 ) -> ProcessGrid:
-    """Build the grid: choose the device, create the process groups (gloo or NCCL) and the axes.
+    """Choose the device, create the process groups (gloo or NCCL), and return the grid.
 
     `timeout_minutes` limits collectives; `file_timeout_minutes` limits collectives that wait for
     files.
@@ -340,39 +341,36 @@ def join(
             backend = "nccl" if device.type == "cuda" else "gloo"
             if backend == "nccl":
                 set_defaults(_FLIGHT_RECORDER)
-            # Without a device_id only the members of a group create it. With one, all ranks would
-            # split each group off the world's communicator.
+            # Without a device_id, only the members of a group create it. With one, all ranks would
+            # split each group from the world's communicator.
             dist.init_process_group(backend, None, timeout, rendezvous.size, rendezvous.rank, store)
         grid = build_grid(shape, rendezvous.rank, device, timeout, file_timeout)
     except RuntimeError as error:
-        # Errors of the store name a key, but not the rank that did not write it.
+        # A store error contains the missing key, but not the rank that did not write it.
         if store is not None:
             error.add_note(_who_did_not_join(store, rendezvous.size))
         raise
-    if device.type == "cuda":  # gloo connects when it creates the groups, NCCL later
+    if device.type == "cuda":  # gloo has connected when it created the groups; NCCL has not
         connect(grid.in_steps(), device)
     return grid
 
 
 def _who_did_not_join(store: dist.Store, size: int) -> str:
-    """Name the ranks that met the other ranks but did not come to create the process group."""
+    """Return a message that names the ranks that did not join the process group."""
     try:
         missing = [rank for rank in range(size) if not store.check([f"joins/{rank}"])]
     except RuntimeError:
         return "the run's store does not answer"
     if not missing:
-        return "all ranks came to create the process group, and one was lost meanwhile"
-    return (
-        f"{named(missing)} did not come to create the process group: stopped, dead, or still "
-        "computing"
-    )
+        return "all ranks tried to join the process group, but one was lost meanwhile"
+    return f"{named(missing)} did not join the process group: stopped, dead, or still computing"
 
 
 def meet_in_file(file: str, rank: int, world_size: int) -> None:
-    """Join a gloo process group of ranks on this machine, which meet in a file.
+    """Join a gloo process group of ranks on this machine, which find each other through a file.
 
-    A single rank joins none. The timeout is longer than any tool waits: the process that started
-    the ranks notices a hang earlier.
+    A single rank needs no group. The timeout is longer than any tool waits, because the process
+    that started the ranks detects hangs earlier.
     """
     if world_size > 1:
         hours = datetime.timedelta(hours=12)
@@ -380,12 +378,12 @@ def meet_in_file(file: str, rank: int, world_size: int) -> None:
 
 
 def report_failure(error: BaseException, place: str, world: Axis, wait_seconds: float = 5.0) -> str:
-    """Leave the reason of this rank's failure for other ranks, and return a report of all reasons.
+    """Publish the reason for this rank's failure, and return a report with all ranks' reasons.
 
-    `place` says where the failure happened (`step 12`). If another rank broke a collective of this
-    one (`was_hit`), wait up to `wait_seconds` for the reasons of the other ranks, and name the
-    ranks that give none. Also wait after a ValueError, which usually occurs on all ranks. Never
-    raise.
+    `place` is where the failure happened, such as `step 12`. If another rank broke a collective on
+    this rank (`was_hit`), wait up to `wait_seconds` for the other ranks' reasons, and list the
+    ranks without one. Also wait after a ValueError, which usually occurs on all ranks. This
+    function never raises.
     """
     why = str(error).strip().partition("\n")[0][:500]
     mine = f"rank {world.rank} failed in {place}: {type(error).__name__}: {why}"
@@ -397,13 +395,13 @@ def report_failure(error: BaseException, place: str, world: Axis, wait_seconds: 
     answered: list[bool] = []
 
     def exchange() -> None:
-        # The store is gone if the rank or machine that held it is.
+        # The store is lost together with the rank or machine that hosts it.
         with contextlib.suppress(Exception):
             _listen(heard, world, seconds)
             answered.append(True)
 
-    # The store of a frozen machine does not answer, and torch's timeouts do not cover `check` and
-    # `set`. So the exchange runs in a thread, which may outlive the wait below.
+    # The store does not answer if its machine is frozen, and torch's timeouts do not cover `check`
+    # and `set`. So the exchange runs in a thread, which may outlive the wait below.
     thread = threading.Thread(target=exchange, daemon=True)
     thread.start()
     thread.join(3.0 * wait_seconds)
@@ -420,18 +418,20 @@ def report_failure(error: BaseException, place: str, world: Axis, wait_seconds: 
         lines.append(f"{named(ended)} of this machine ended")
     silent = [rank for rank in silent if rank not in ended]
     if not answered:
-        holder = ": rank 0 holds it" if _rank_0_holds_the_store() else ""
+        holder = ": rank 0 hosts it" if _rank_0_holds_the_store() else ""
         lines.append(f"the run's store does not answer{holder}")
     elif hit and silent:
-        lines.append(f"no word from {named(silent)} in {place}: stopped, dead, or still computing")
+        lines.append(
+            f"no message from {named(silent)} in {place}: stopped, dead, or still computing"
+        )
     return "\n".join(lines)
 
 
 def was_hit(error: BaseException) -> bool:
-    """Whether an error comes from a collective that another rank has broken.
+    """Return whether an error comes from a collective that another rank has broken.
 
-    Causes of the error count too: if a rank is lost while all ranks write or read a checkpoint, the
-    collective's error is the cause of a SaveError or a ValueError.
+    The causes of the error are checked too: if a rank is lost while all ranks write or read a
+    checkpoint, the collective's error is the cause of a SaveError or a ValueError.
     """
     cause: BaseException | None = error
     while cause is not None:
@@ -442,9 +442,9 @@ def was_hit(error: BaseException) -> bool:
 
 
 def _listen(heard: dict[int, str], world: Axis, seconds: float) -> None:
-    """Write this rank's reason to the run's store, and add the reasons of other ranks to `heard`.
+    """Write this rank's reason to the run's store, and add the other ranks' reasons to `heard`.
 
-    Wait up to `seconds` for them.
+    Wait up to `seconds` for these reasons.
     """
     store = run_store()
     deadline = time.monotonic() + seconds
@@ -456,16 +456,16 @@ def _listen(heard: dict[int, str], world: Axis, seconds: float) -> None:
                 heard[rank] = store.get(f"megacp_failure/{rank}").decode()
         time.sleep(0.05)
     if world.rank == 0:
-        time.sleep(min(1.0, seconds))  # rank 0 may hold the store, which other ranks still read
+        time.sleep(min(1.0, seconds))  # rank 0 may host the store, which other ranks still read
 
 
 def run_store() -> dist.Store:
-    """Return the store in which all ranks of the process group meet."""
+    """Return the store through which all ranks of the process group have connected."""
     return dist.distributed_c10d._get_default_store()
 
 
 def named(ranks: list[int]) -> str:
-    """Return `rank 3`, or `ranks 0, 2, 3`; of a long list, the first ones and a count."""
+    """Return text such as `rank 3` or `ranks 0, 2, 3`; long lists are shortened."""
     noun = "rank" if len(ranks) == 1 else "ranks"
     return f"{noun} {listed(ranks, 16)}"
 
@@ -477,13 +477,13 @@ def stop() -> None:
 
 
 def hard_exit(status: int) -> NoReturn:
-    """End this process now, without running destructors of libraries and their threads.
+    """End this process immediately, without running destructors of libraries.
 
     After a failure, the destructor of a process group may wait forever for a frozen machine. After
-    a good run, a gloo thread that releases a tensor while the interpreter ends would abort the
-    process (pytorch issue 190489).
+    a successful run, a gloo thread that releases a tensor while the interpreter shuts down would
+    abort the process (pytorch issue 190489).
     """
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # the reader may be gone
+        with contextlib.suppress(OSError):  # the reader may have closed the pipe
             stream.flush()
     os._exit(status)

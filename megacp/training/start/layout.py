@@ -1,6 +1,7 @@
-"""Commands that plan another layout, for a run whose layout does not allow its number of ranks.
+"""Advice for a run whose parallel layout does not allow its number of ranks: how to plan another.
 
-A run never plans by itself: `megacp-plan` writes the flags of a layout to a file for `--config`.
+A run never plans its own layout. `megacp-plan` writes the flags of a layout to a file for
+`--config`.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megacp.engine.checks import check
+from megacp.engine.config.other_programs import by_flag
 from megacp.engine.config.run import RunConfig, flag, with_values
 from megacp.engine.config.yaml_file import values_of_file
 from megacp.storage.place import Place
 from megacp.storage.wording import counted
 
-# Fields of a layout, which megacp-plan chooses; for another machine it also chooses the dtype.
+# Fields of a parallel layout, which megacp-plan chooses. For another machine, it also chooses the
+# dtype.
 LAYOUT_FIELDS = frozenset(
     {
         "tensor_model_parallel_size",
@@ -35,13 +38,13 @@ LAYOUT_FIELDS = frozenset(
         "mlp_chunk_tokens",
     }
 )
-# File name of the planned layout in the suggested commands.
+# File name for the planned layout in the suggested commands.
 PLANNED = "best.yaml"
 
 
 @dataclass(frozen=True)
 class SavedBy:
-    """The checkpoint that a run resumes."""
+    """The checkpoint from which a run resumes, and the number of ranks that saved it."""
 
     folder: Place
     ranks: int
@@ -50,20 +53,20 @@ class SavedBy:
 def other_layout(
     config: RunConfig, ranks: int, arguments: Sequence[str], saved_by: SavedBy | None
 ) -> str:
-    """Return the commands that plan another layout, or "" if this one allows `ranks` ranks.
+    """Return commands that plan another layout, or "" if the current one allows `ranks` ranks.
 
     `arguments` are the flags of the run, without `--nproc`.
     """
-    if config.model_ranks < 1:  # a size is out of its range
+    if config.model_ranks < 1:  # a size is out of range
         return ""
-    # Compare the problems with those on the usual number of ranks, apart from missing files.
+    # Find problems that the usual number of ranks does not have. A dry run ignores missing files.
     elsewhere = with_values(config, {"dry_run": True})
     usual = saved_by.ranks if saved_by is not None else config.model_ranks
     if set(check(elsewhere, ranks)) <= set(check(elsewhere, usual)):
         return ""
     p = config.parallel
     said = (
-        f"The layout of --tensor-model-parallel-size {p.tensor_model_parallel_size}, "
+        f"The parallel layout with --tensor-model-parallel-size {p.tensor_model_parallel_size}, "
         "--pipeline-model-parallel-size "
         f"{p.pipeline_model_parallel_size} and --context-parallel-size {p.context_parallel_size} "
         "does not allow "
@@ -71,58 +74,48 @@ def other_layout(
     )
     if saved_by is not None:
         said += f"; {saved_by.folder} was saved by {counted(saved_by.ranks, 'rank')}"
-    # The plan replaces the layout flags; flags in other files would override it.
+    # The plan sets the layout flags, but layout flags in other files would be kept.
     rest, files, replaced = _without_layout(arguments)
     plan = ["megacp-plan", "--gpu", "here", "--world-size", str(ranks), *rest, "--output", PLANNED]
     if PLANNED in replaced:
         plan.append("--overwrite")
-    lines = [f"{said}. To plan another layout:", f"    {shlex.join(plan)}"]
+    lines = [f"{said}. To plan another parallel layout:", f"    {shlex.join(plan)}"]
     for file, names in files.items():
         lines.append(
-            f"  (first remove {', '.join(map(flag, names))} from {file}: they would stay as they "
-            "are)"
+            f"  (first remove {', '.join(map(flag, names))} from {file}; otherwise, the plan keeps "
+            "these values)"
         )
     lines += [
-        "Then start the run with these flags:",
+        "Then start the run with:",
         f"    {shlex.join([*rest, '--config', PLANNED])}",
     ]
     return "\n".join(lines)
 
 
 def _without_layout(arguments: Sequence[str]) -> tuple[list[str], dict[str, list[str]], list[str]]:
-    """Remove layout flags from the arguments.
+    """Return the arguments without layout flags, and the --config files with layout fields.
 
-    Return three things: the remaining arguments; the --config files that contain layout fields next
-    to other fields, with the layout fields of each; and the files that only contain a layout, which
-    are removed from the arguments.
+    The three values are the remaining arguments, the files that mix layout fields with other fields
+    (each with its layout fields), and the files that contain only a layout, which are removed from
+    the arguments.
     """
     kept: list[str] = []
     mixed: dict[str, list[str]] = {}
     replaced: list[str] = []
-    for words in _by_flag(arguments):
-        # The value is in the same word after `=`, or it is the last word.
+    for words in by_flag(arguments):
+        # The value follows `=` in the same word, or it is the last word.
         name, equals, value = words[0].partition("=")
         field = name.removeprefix("--").replace("-", "_")
         if field in LAYOUT_FIELDS | {"dry_run", "world_size"}:
-            continue  # the plan chooses them again
+            continue  # the plan sets these flags
         if name == "--config":
             path = value if equals else words[-1]
             fields = values_of_file(path).keys()
             if layout := [one for one in fields if one in LAYOUT_FIELDS]:
-                # a file such as best.yaml, which megacp-plan writes anew
+                # a file such as best.yaml, which megacp-plan will overwrite
                 if fields <= LAYOUT_FIELDS | {"dtype"}:
                     replaced.append(path)
                     continue
                 mixed[path] = layout
         kept += words
     return kept, mixed, replaced
-
-
-def _by_flag(arguments: Sequence[str]) -> list[list[str]]:
-    """Group the arguments: each flag with its values."""
-    groups: list[list[str]] = []
-    for word in arguments:
-        if word.startswith("--") or not groups:  # words before the first flag form a group too
-            groups.append([])
-        groups[-1].append(word)
-    return groups

@@ -1,4 +1,4 @@
-"""Ranks of `--nproc N`: one process starts them on this machine, forwards signals and waits."""
+"""Launcher for `--nproc N`: it starts N ranks on this machine, forwards signals and waits."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from megacp.training.start import launch
 from megacp.training.start.interrupts import handles
 from megacp.training.start.status import FAILED, STOPPED
 
-# How long other ranks may continue after one has failed: an NCCL collective would wait forever.
+# How long the other ranks may continue after a failure: an NCCL collective would wait forever.
 _SECONDS_AFTER_A_FAILURE = 60.0
 
 
 def ranks_asked(arguments: Sequence[str]) -> tuple[int, list[str]]:
-    """Return N of `--nproc N` (0 without the flag) and the remaining arguments.
+    """Return N from `--nproc N` (0 without the flag) and the remaining arguments.
 
     Raise ValueError if N is not a number, or if torchrun has started this process.
     """
@@ -33,19 +33,19 @@ def ranks_asked(arguments: Sequence[str]) -> tuple[int, list[str]]:
         raise ValueError(str(error)) from error
     if found.nproc > 0 and launch.world_from_environment().size > 1:
         raise ValueError(
-            f"--nproc {found.nproc} starts the ranks itself: remove either torchrun or the flag"
+            f"--nproc {found.nproc} starts the ranks itself: use either torchrun or --nproc"
         )
     return found.nproc, others
 
 
 def start_and_wait(arguments: Sequence[str], count: int) -> int:
-    """Start the ranks, forward signals, wait for the ranks and return the exit status of the run.
+    """Start the ranks, forward signals, wait for the ranks, and return the run's exit status.
 
-    The terminal sends Ctrl-C to this process, which sends SIGTERM to the ranks. If all ranks handle
-    it, they save and stop. Otherwise no step has begun, and all ranks are killed: a rank that waits
-    for a missing one would report a failure.
+    On Ctrl-C, this process sends SIGTERM to the ranks. If all ranks handle SIGTERM, they save and
+    stop. Otherwise, no step has begun, and all ranks are killed, because ranks that wait for an
+    ended rank would report a failure.
     """
-    # the store must live as long as the ranks
+    # the store must exist as long as the ranks
     _store, environments = launch.ranks_of_one_machine(count)
     ranks: list[subprocess.Popen[bytes]] = []
     ended_by: list[int] = []
@@ -53,7 +53,7 @@ def start_and_wait(arguments: Sequence[str], count: int) -> int:
     def pass_on(number: int, frame: FrameType | None) -> None:
         asked = signal.SIGTERM if number == signal.SIGINT else signal.Signals(number)
         running = [one for one in ranks if one.poll() is None]
-        # Before training, a rank has no handler, and some ranks may not even exist.
+        # Before training, ranks have no handler, and some may not even have started.
         if len(ranks) < count or not all(handles(one.pid, asked) for one in running):
             ended_by.append(number)
             asked = signal.SIGKILL
@@ -67,9 +67,9 @@ def start_and_wait(arguments: Sequence[str], count: int) -> int:
         signal.signal(number, pass_on)
     command = [sys.executable, "-m", "megacp.train", *arguments]
     for environment in environments:
-        # Ranks ignore Ctrl-C until they train; otherwise each would print a traceback.
+        # Ranks ignore Ctrl-C until they train; otherwise, each would print a traceback.
         ranks.append(subprocess.Popen(command, env=environment, preexec_fn=_ignore_ctrl_c))
-    if ended_by:  # a signal came while ranks were being started
+    if ended_by:  # a signal arrived while ranks were being started
         pass_on(ended_by[0], None)
     status = _wait_for(ranks, ended_by)
     if ended_by:
@@ -85,18 +85,18 @@ def _ignore_ctrl_c() -> None:
 def _wait_for(ranks: Sequence[subprocess.Popen[bytes]], ended_by: Sequence[int]) -> int:
     """Wait until all ranks have ended; return the status of the first failure, or the highest.
 
-    `ended_by` lists signals after which all ranks were killed, which is not a failure.
+    `ended_by` lists the signals for which all ranks were killed on purpose.
     """
     first: tuple[int, int] | None = None  # status and rank of the first failure
     deadline = math.inf
     ended: list[tuple[int, int]] = []
     while len(ended) < len(ranks):
-        time.sleep(0.05)  # poll all ranks: any of them may end first
+        time.sleep(0.05)  # poll all ranks, because any of them may end first
         ended = [
             (status, rank) for rank, one in enumerate(ranks) if (status := one.poll()) is not None
         ]
         failed = [(status, rank) for status, rank in ended if status not in (0, STOPPED)]
-        if failed and first is None:  # a rank that was killed has a negative status
+        if failed and first is None:  # a killed rank has a negative status
             first = min(failed)
             deadline = time.monotonic() + _SECONDS_AFTER_A_FAILURE
         if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""Training runs started from a Python script or a notebook, with flags by name."""
+"""Training from a Python script or a notebook, with flags passed by name."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 from megacp.engine.config.run import flag
 from megacp.training.start.status import REFUSED, STOPPED
 
-# Last lines of the output in which an error message is looked for.
+# Number of last output lines to search for an error message.
 _LINES_OF_AN_ERROR = 50
 
 
 def flags_of(values: Mapping[str, Any]) -> list[str]:
     """Return the command-line flags for values by field name.
 
-    A list is written after its flag, and False becomes the negated flag.
+    List items follow the flag as separate words, and False gives the negated flag.
     """
     words: list[str] = []
     for name, value in values.items():
@@ -34,19 +34,19 @@ def flags_of(values: Mapping[str, Any]) -> list[str]:
 def train(values: Mapping[str, Any], nproc: int = 1) -> int:
     """Train from a script or a notebook; return 0, or 3 if the run stopped early after saving.
 
-    `values` are flags by name: `{"data_path": "data/chat", "lr": 1e-5}`. Ranks are separate
-    processes, whose output this process prints. Ctrl-C saves and stops the run. Raise ValueError if
-    the run is refused, RuntimeError if it fails.
+    `values` are flags by name: `{"data_path": "data/chat", "lr": 1e-5}`. Ranks run in separate
+    processes, and this process prints their output. Ctrl-C saves and stops the run. Raise
+    ValueError if the flags, files or data are wrong, and RuntimeError if the run fails.
     """
     command = [sys.executable, "-m", "megacp.train"]
     if nproc > 1:
         command += ["--nproc", str(nproc)]
     command += flags_of(values)
     pipe, joined = subprocess.PIPE, subprocess.STDOUT
-    # Keep the end of the output, where the reason of a failure is printed.
+    # Keep the end of the output, where the reason for a failure is printed.
     last = collections.deque[str](maxlen=_LINES_OF_AN_ERROR)
     with subprocess.Popen(command, stdout=pipe, stderr=joined, text=True, errors="replace") as run:
-        # Ctrl-C ends the first pass; the second one prints the remaining output of the run.
+        # Ctrl-C ends the first pass; the second pass prints the run's remaining output.
         for _ in range(2):
             try:
                 for line in run.stdout or ():

@@ -1,6 +1,6 @@
-"""Exit statuses of a run besides 0, and 128 + N after signal N before the first step."""
+"""Exit statuses of a run other than 0; signal N before the first step gives 128 + N."""
 
-# The run failed, or stopped because its numbers exceeded a limit. Nothing was saved after that.
+# The run failed, or a health check stopped it. Nothing was saved afterwards.
 FAILED = 1
 # Flags, files or data are wrong; one message explains why.
 REFUSED = 2

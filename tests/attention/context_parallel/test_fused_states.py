@@ -104,12 +104,14 @@ def test_a_row_of_the_table_decides_which_one_a_model_runs(monkeypatch: pytest.M
     assert {row[1:] for row in FUSED} == {("cuda", torch.bfloat16)} and not calls
     monkeypatch.setitem(FUSED, (convolved_delta_rule, "cpu", torch.float64), fused_convolved)
     monkeypatch.setattr(fused_states, "flash_linear_attention", lambda: kernel)
-    assert ParallelModel(config, grid()).backend.warnings() == ["states: flash-linear-attention's"]
+    assert ParallelModel(config, grid()).backend.warnings() == [
+        "states: kernels of flash-linear-attention"
+    ]
     fused = train(grid(), config, [step_batches(3, 1)])
     assert calls and fused[0][0] == pytest.approx(ours[0][0], rel=1e-11)
     monkeypatch.setattr(fused_states, "flash_linear_attention", lambda: None)
     (told,) = ParallelModel(config, grid()).backend.warnings()
-    assert "torch's, because flash-linear-attention is not installed" in told
+    assert "plain torch, because flash-linear-attention is not installed" in told
 
 
 def test_the_package_is_taken_where_it_and_its_compiler_are_installed(

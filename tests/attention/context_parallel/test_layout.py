@@ -240,7 +240,7 @@ def test_values_of_one_rank_are_put_into_the_order_of_the_row_and_those_of_a_par
     (whole,) = all_shards(row, "contiguous", 1, 1)
     assert (np.diff(whole.plan.local) < 0).any(), "the plan sorts such a row"
     assert whole.in_row_order(whole.tokens).tolist() == row.tokens.tolist()
-    with pytest.raises(ValueError, match="a rank of 2 has only a part of the row"):
+    with pytest.raises(ValueError, match="needs the whole row on one rank, but 2 cp ranks"):
         all_shards(row, "contiguous", 2, 1)[0].in_row_order(whole.tokens)
 
 

@@ -34,16 +34,16 @@ SIX = {"num_attention_heads": 6, "kv_channels": 64}
 
 ATTENTION_CASES = [
     ({}, {}),
-    (SIX, {"a2a": "over 4 ranks, but a tensor rank has 6 heads and 6 groups"}),
-    ({"num_query_groups": 2}, {"a2a": "8 heads and 2 groups"}),
+    (SIX, {"a2a": "across 4 ranks, but a tp rank has 6 heads and 6 query groups"}),
+    ({"num_query_groups": 2}, {"a2a": "8 heads and 2 query groups"}),
     (
         {"num_query_groups": 2, SIZES: (4, 1)},
         {
-            "a2a": "over 4 ranks",
-            "a2a+p2p": "over 4 ranks, but a tensor rank has 8 heads and 2 groups",
+            "a2a": "across 4 ranks",
+            "a2a+p2p": "across 4 ranks, but a tp rank has 8 heads and 2 query groups",
         },
     ),
-    ({"num_query_groups": 4, TP: 2}, {"a2a": "4 heads and 2 groups"}),
+    ({"num_query_groups": 4, TP: 2}, {"a2a": "4 heads and 2 query groups"}),
     ({"kv_channels": 256}, dict.fromkeys(COMM_TYPES, "256")),
 ]
 """Settings, and the only reason against some transports."""

@@ -176,7 +176,7 @@ def test_chunks_are_named_and_windows_where_the_ring_has_none() -> None:
             packed = PackedAttention(attention, 1.0, axis, comm_type, 1, torch.device("cpu"))
         found = packed.sequences(plan.within(Reach(window=4)))
         assert isinstance(found, Sequences) == windows and (
-            windows or "no sliding window under p2p" in found
+            windows or "no sliding window with p2p" in found
         )
         assert isinstance(packed.sequences(plan), Sequences)
 
@@ -206,7 +206,7 @@ def test_a_single_group_or_groups_of_one_have_a_word_of_their_own(
 def test_a_row_of_padding_is_no_row_for_it() -> None:
     assert (
         thd_sequences(plan_of(padded_row([-1] * 8, 2, "zigzag"), 2, "zigzag"))
-        == "the row has only padding"
+        == "the row contains only padding"
     )
 
 

@@ -47,4 +47,56 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "a retired setting of a file is silently ignored",
         ),
     ],
+    ("megacp/engine/config/other_programs.py", "tests/engine/config/test_other_programs.py"): [
+        ("_CUTOFF = 0.75", "_CUTOFF = 0.5", "`template` suggests --keep-last"),
+        (
+            "if row.values is not None and normal not in row.values:",
+            "if False:",
+            "--normalization LayerNorm trains with RMSNorm",
+        ),
+        (
+            "for target, setting in row.sets.items() if target not in given}",
+            "for target, setting in row.sets.items()}",
+            "--bf16 wins over --dtype",
+        ),
+        (
+            "        if sets:\n",
+            "        if row.sets:\n",
+            "a run with --bf16 and --dtype float64 says that it uses bfloat16",
+        ),
+        (
+            "for candidate in (key, *_endings(key)):",
+            "for candidate in (key,):",
+            "names with a section get no advice",
+        ),
+        (
+            "return words if ours is None else [flag(key), ours]",
+            "return words",
+            "Megatron's bare --qk-layernorm is refused",
+        ),
+        ('return f"{float(text):g}"', "return text", "a dropout of 0.0 is refused"),
+    ],
+    (
+        "megacp/engine/config/yaml_file.py",
+        "tests/engine/config/test_other_programs.py",
+    ): [
+        ("return {**implied, **values}", "return values", "bf16 in a file has no effect"),
+        (
+            'reasons += [f"{source}: {problem}" for problem in accepted.problems]',
+            "pass",
+            "a file may ask for LayerNorm",
+        ),
+    ],
+    ("megacp/engine/config/cli.py", "tests/engine/config/test_other_programs.py"): [
+        (
+            "_segments(translate(argv).words):",
+            "_segments(argv):",
+            "the dtype that --bf16 sets is not a given flag",
+        ),
+        (
+            "hint = advice(name) or nearest(",
+            "hint = nearest(",
+            "names of other programs get no advice",
+        ),
+    ],
 }

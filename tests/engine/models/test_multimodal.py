@@ -245,7 +245,7 @@ def test_a_row_with_images_is_refused_by_a_model_without_a_tower() -> None:
     }
     (chunk,) = build_chunks(config_of(text, {}), grid())
     local = shard_batch(document_with_images(), grid().cp, LAYOUTS["contiguous"])
-    with pytest.raises(ValueError, match="a row has 9 image tokens, .* --vision-num-layers is 0"):
+    with pytest.raises(ValueError, match="a row has 9 image tokens, .* set --vision-num-layers"):
         chunk.hidden(None, local)
 
 
@@ -412,5 +412,5 @@ def test_checkpoints_hold_frozen_weights_and_load_on_other_grids(tmp_path: Path)
         found = assemble(run_ranks(loaded, 2, shape, str(tmp_path), {}))
         assert found.keys() == expected.keys()
         assert all(np.array_equal(found[name], expected[name]) for name in found)
-    with pytest.raises(ValueError, match="has --freeze vision, this run None"):
+    with pytest.raises(ValueError, match="has --freeze vision, but this run has None"):
         loaded(0, 1, {}, str(tmp_path), {"freeze": None})

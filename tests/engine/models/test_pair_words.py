@@ -81,17 +81,15 @@ def test_the_last_word_that_names_a_kind_decides_its_size() -> None:
 def test_a_run_says_which_layers_of_a_hybrid_have_no_pairs() -> None:
     states = "0-1, 3-4"
     mamba = HYBRID | {"linear_attention_rule": "mamba2"}
-    told = f"no low-rank pairs: mamba and MLP of layers {states} (--lora-targets names none)"
+    told = f"no LoRA adapters on mamba and MLP of layers {states} (--lora-targets includes none)"
     assert parts_without_pairs(config(**mamba)) == [told]
-    told = f"no low-rank pairs: mamba of layers {states} (--lora-targets names none)"
+    told = f"no LoRA adapters on mamba of layers {states} (--lora-targets includes none)"
     assert parts_without_pairs(config(**mamba, lora_targets="q,up")) == [told]
-    told = (
-        f"no low-rank pairs: linear_attention and MLP of layers {states} (the adapter names none)"
-    )
+    told = f"no LoRA adapters on linear_attention and MLP of layers {states} (the adapter includes none)"
     assert parts_without_pairs(
         config(**HYBRID, lora_targets="attention.q", load_adapter="a", load_hf="b")
     ) == [told]
-    told = "no low-rank pairs: attention and MLP of layers 2, 5 (--lora-targets names none)"
+    told = "no LoRA adapters on attention and MLP of layers 2, 5 (--lora-targets includes none)"
     assert parts_without_pairs(config(**HYBRID, lora_targets="linear_attention.z")) == [told]
     assert parts_without_pairs(config(**HYBRID)) == []
     assert parts_without_pairs(config(num_layers=2, lora_rank=4)) == []
@@ -103,11 +101,13 @@ def test_a_run_says_that_experts_are_not_trained_and_what_trains_them() -> None:
     assert count == 92_160
     flags = "--lora-targets q,v,experts.gate,experts.up,experts.down"
     told = (
-        f"experts are not trained: 92.2 k parameters in 8 experts of 3 layers; {flags} trains "
-        "low-rank pairs on them"
+        f"experts are not trained: 92.2 k parameters (8 experts in each of 3 layers); {flags} would "
+        "train LoRA adapters on them"
     )
     assert parts_without_pairs(config(**EXPERTS)) == [told]
     assert parts_without_pairs(config(**EXPERTS, lora_targets="v,experts.up")) == []
     assert parts_without_pairs(config(**EXPERTS, lora_targets="up")) == []
     (told,) = parts_without_pairs(config(**EXPERTS, load_adapter="a", load_hf="b"))
-    assert told.endswith("in 8 experts of 3 layers; the adapter has no pairs on them")
+    assert told.endswith(
+        "(8 experts in each of 3 layers); the loaded adapter does not include them"
+    )

@@ -305,11 +305,12 @@ def send_a_wrong_output(rank: int, world_size: int, fault: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("fault", "sent"), [("shape", "(6, 5) torch.float64"), ("dtype", "(7, 5) torch.float32")]
+    ("fault", "sent"),
+    [("shape", "(6, 5) and dtype torch.float64"), ("dtype", "(7, 5) and dtype torch.float32")],
 )
 def test_an_output_the_peer_does_not_expect_is_never_sent(fault: str, sent: str) -> None:
     text = run_ranks(send_a_wrong_output, 2, fault)[0]
-    assert sent in text and "(7, 5) torch.float64" in text
+    assert sent in text and "(7, 5) and torch.float64" in text
 
 
 def open_all(rank: int, world_size: int, num_chunks: int) -> bool:

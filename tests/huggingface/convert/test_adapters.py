@@ -388,7 +388,7 @@ def test_an_adapter_of_the_text_model_fits_the_model_with_a_tower(tmp_path: Path
     [
         (
             lambda name: name.removeprefix(PREFIX),
-            "peft's prefix base_model.model. is missing",
+            "without peft's prefix base_model.model.",
         ),
         (lambda name: name.replace(".model.layers", ".layers"), "the prefix 'model.' is missing"),
         (
@@ -486,9 +486,9 @@ def test_a_run_continues_the_pairs_of_an_adapter_and_exports_no_others(
     assert train([*start, "--save", str(tmp_path / "run")]) == 0
     told = capsys.readouterr().out
     assert "on attention.q, shared.gate, shared.up, shared.down)" in told
-    assert "no low-rank pairs: linear_attention of layers 0-2 (the adapter names none)" in told
-    assert "experts are not trained: 69.1 k parameters in 6 experts of 4 layers" in told
-    assert "lora_dropout 0.25 is not used; set --lora-dropout" in told
+    assert "no LoRA adapters on linear_attention of layers 0-2 (the adapter includes none)" in told
+    assert "experts are not trained: 69.1 k parameters (6 experts in each of 4 layers)" in told
+    assert "lora_dropout 0.25 is ignored; set --lora-dropout" in told
     flags = [
         "--from",
         "megacp",
@@ -509,7 +509,7 @@ def test_a_run_continues_the_pairs_of_an_adapter_and_exports_no_others(
     assert len(held) == len(before)
     assert train([*start, "--save", str(tmp_path / "x"), "--lora-targets", "q,gate,up,down"]) == 2
     assert (
-        "has --lora-rank 4 --lora-alpha 6.0 --lora-targets attention.q,shared.gate"
+        "corresponds to --lora-rank 4 --lora-alpha 6.0 --lora-targets attention.q,shared.gate"
         in capsys.readouterr().err
     )
     kinds = "attention.q,shared.gate,shared.up,shared.down"

@@ -120,7 +120,7 @@ def test_the_library_makes_the_ids_of_a_build_or_there_is_no_template(
     tokenizer = load_tokenizer(make(tmp_path), engine="reference")
     (tmp_path / "out").mkdir()
     if not fits:
-        with pytest.raises(ValueError, match="gets different ids from those of a build"):
+        with pytest.raises(ValueError, match="gets different token ids than in a dataset build"):
             exported(tokenizer, tmp_path / "out", images=False)
         assert not (tmp_path / "out" / chat.TEMPLATE_FILE).exists()
         return
@@ -213,7 +213,7 @@ def test_an_exported_vision_model_has_the_template_of_its_training(
         == 0
     )
     assert (
-        "chat template: megacp's format of `messages` records, with the ids of a build\n"
+        "chat template: megacp's format for `messages` records, with the same token ids as a dataset build\n"
         in capsys.readouterr().out
     )
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "a")
@@ -231,7 +231,7 @@ def test_a_text_model_gets_the_template_on_demand_and_keeps_its_own(
     run = trained(tmp_path / "run", text=True)
     assert convert("megacp", "hf", run, tmp_path / "a", "--tokenizer", "byte") == 0
     assert (
-        "chat template: none; --chat-template messages exports megacp's format of `messages` records"
+        "chat template: none; --chat-template messages exports megacp's format for `messages` records"
         in capsys.readouterr().out
     )
     assert not (tmp_path / "a" / chat.TEMPLATE_FILE).exists()

@@ -296,7 +296,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "mixtral",
         {"num_local_experts": 4, "num_experts": 8},
-        "num_experts is 8, megacp can only express 4",
+        "num_experts is 8, but megacp can only express 4",
     ),
     ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok"),
     ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise"),

@@ -261,7 +261,7 @@ def test_packs_by_other_rules_than_the_folder_are_refused_with_all_numbers(
     )
     assert f"--resize-pixels is 64,4096, {IMAGES} size says 64,1536" in told
     assert f"--image-mean is 0.5,0.5,0.5, {IMAGES} image_mean says 0.25,0.5,0.75" in told
-    assert f"--video-fps is 2.0, {VIDEOS} fps says 4.0" in told and "Build it again" in told
+    assert f"--video-fps is 2.0, {VIDEOS} fps says 4.0" in told and "Rebuild it" in told
     built(records, data, folder)
     assert plan_of(
         ["--load-hf", str(folder), "--data-path", str(data), "--log-file", "/dev/null"],
@@ -284,7 +284,7 @@ def test_packs_with_other_ids_of_image_tokens_are_refused(
     }
     flag = ",".join(f"{name}={number}" for name, number in ids.items())
     built(records, tmp_path / "d", folder, "--image-token-ids", flag)
-    assert "the id of image_patch is 200, the folder's is 258" in refusal(
+    assert "the id of image_patch is 200, but the folder's is 258" in refusal(
         *("--load-hf", folder, "--data-path", tmp_path / "d")
     )
 
@@ -445,7 +445,7 @@ def test_a_folder_with_a_model_and_an_adapter_is_refused_where_it_is_opened(
             str(tmp_path / "out"),
         ]
         assert convert(flags) == 2 and told in capsys.readouterr().err
-    assert "the model is that of" in started(place, "--load-adapter", str(place)), "both are taken"
+    assert "model flags from" in started(place, "--load-adapter", str(place)), "both are taken"
     with pytest.raises(ValueError, match="this is an adapter: use --load-hf"):
         read_hf(adapter)
 
@@ -454,14 +454,12 @@ UNUSED: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "a loss of routers": (
         "qwen3_moe",
         {"router_aux_loss_coef": 0.5, "output_router_logits": True},
-        ["output_router_logits True, router_aux_loss_coef 0.5 not used: --moe-aux-loss-coeff sets"],
+        ["output_router_logits True, router_aux_loss_coef 0.5: --moe-aux-loss-coeff sets"],
     ),
     "generation": (
         "llama 2",
         {"temperature": 0.5, "do_sample": True, "top_p": None},
-        [
-            "config.json: temperature 0.5, do_sample True not used: generation is controlled by the flags of its command"
-        ],
+        ["config.json: ignoring temperature 0.5, do_sample True: set generation options with"],
     ),
     "further tokens": (
         "glm4_moe",
@@ -471,12 +469,12 @@ UNUSED: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "a dtype of states": (
         "qwen3_5_text",
         {"mamba_ssm_dtype": "bfloat16"},
-        ["mamba_ssm_dtype 'bfloat16' not used"],
+        ["ignoring mamba_ssm_dtype 'bfloat16'"],
     ),
     "another dtype": (
         "llama 2",
         {"dtype": "bfloat16"},
-        ["config.json: dtype bfloat16 not used: the weights are fl"],
+        ["config.json: ignoring dtype bfloat16: the weights are fl"],
     ),
     "what every folder has": (
         "qwen3",
@@ -508,7 +506,7 @@ def test_settings_of_generation_are_kept_and_told(tmp_path: Path) -> None:
     )
     (told,) = read_hf(tmp_path / "a").notes(False)
     assert told.startswith(
-        "generation_config.json: do_sample True, temperature 0.6, top_k 20 not used: "
+        "generation_config.json: ignoring do_sample True, temperature 0.6, top_k 20: "
     )
 
 
@@ -538,8 +536,7 @@ def test_tensors_that_predict_further_tokens_are_left_out_and_told(
     safetensors.torch.save_file(safetensors.torch.load_file(file) | further, file, {"format": "pt"})
     told = "\n".join(read_hf(tmp_path / "a").notes(False))
     assert (
-        "tensors of layers for multi-token prediction ignored, as in the library: "
-        f"{', '.join(tensors)}" in told
+        f"ignoring multi-token-prediction tensors, as in transformers: {', '.join(tensors)}" in told
     )
     # A layer that the config does not count is not such a tensor.
     stray = {"model.layers.7.eh_proj.weight": torch.zeros(2)}
@@ -564,7 +561,7 @@ def test_fields_of_the_text_outside_its_section_are_refused(folder: Path, tmp_pa
 def test_files_of_a_processor_without_a_tower_are_reported(tmp_path: Path) -> None:
     save("qwen3", tmp_path / "a")
     (tmp_path / "a" / IMAGES).write_text("{}")
-    assert f"{IMAGES}: not used, the model of config.json has no vision tower" in read_hf(
+    assert f"{IMAGES}: ignored, because the model in config.json has no vision tower" in read_hf(
         tmp_path / "a"
     ).notes(False)
 

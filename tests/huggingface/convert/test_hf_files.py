@@ -71,7 +71,7 @@ def test_a_folder_that_is_not_whole_is_refused_by_name(tmp_path: Path) -> None:
     for change, message in (
         ({**index["weight_map"], "vector": first.name}, "disagree on vector"),
         ({**index["weight_map"], "more": first.name}, "disagree on more"),
-        ({"vector": "../model.safetensors"}, "not a safetensors file of this folder"),
+        ({"vector": "../model.safetensors"}, "not a safetensors file in this folder"),
         ({}, "has no weight_map"),
     ):
         (tmp_path / hf_files.INDEX).write_text(json.dumps({"weight_map": change}))

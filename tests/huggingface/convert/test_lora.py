@@ -407,9 +407,7 @@ def test_a_run_of_pairs_goes_on_on_another_grid_and_leaves_the_model_as_it_was(
         *(f"attention.{x}" for x in ("q", "k", "v", "output")),
         *(f"mlp.{x}" for x in ("gate", "up", "down")),
     ]
-    told = (
-        f"(9.22 k trained in low-rank pairs of rank 4, alpha 4, on {', '.join(kinds)}) in float64"
-    )
+    told = f"(9.22 k trained in LoRA adapters of rank 4, alpha 4, on {', '.join(kinds)}) in float64"
     assert told in capsys.readouterr().out
     before = weights_of(tmp_path / "run")
     rows = ["--global-batch-size", "4", "--seq-length", "64"]
@@ -433,9 +431,9 @@ def test_a_run_of_pairs_goes_on_on_another_grid_and_leaves_the_model_as_it_was(
         (after[key] - whole_run[key]).abs().max() <= 1e-10 * whole_run[key].abs().max()
         for key in moved
     )
-    assert "has --lora-rank 4, this run 8" in refused([*go_on, "--lora-rank", "8"], capsys)
+    assert "has --lora-rank 4, but this run has 8" in refused([*go_on, "--lora-rank", "8"], capsys)
     tune = ["--load", run, "--finetune", "--save", str(tmp_path / "x"), *rows]
-    assert "has --lora-rank 4, this run 0" in refused([*tune, "--lora-rank", "0"], capsys)
+    assert "has --lora-rank 4, but this run has 0" in refused([*tune, "--lora-rank", "0"], capsys)
     assert (
         convert(
             [
@@ -453,7 +451,7 @@ def test_a_run_of_pairs_goes_on_on_another_grid_and_leaves_the_model_as_it_was(
         )
         == 0
     )
-    assert "has --lora-rank 0, this run 4" in refused(
+    assert "has --lora-rank 0, but this run has 4" in refused(
         ["--load", base, "--save", base, *RANKED], capsys
     )
     assert (
@@ -515,7 +513,7 @@ def test_a_run_starts_with_the_pairs_of_an_adapter(
     assert train([*flags, str(tmp_path / "a")]) == 0
     begun, want = weights_of(tmp_path / "a"), weights_of(run)
     assert begun.keys() == want.keys() and all(torch.equal(begun[key], want[key]) for key in want)
-    assert f"--load-adapter {adapter} has --lora-rank 3" in refused(
+    assert f"--load-adapter {adapter} corresponds to --lora-rank 3" in refused(
         [*flags, "x", "--lora-rank", "8"], capsys
     )
     path = adapter / "adapter_config.json"

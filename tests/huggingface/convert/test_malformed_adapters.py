@@ -106,7 +106,7 @@ MALFORMED: list[tuple[dict[str, Any], str]] = [
         for value in (4.9, 4.0, True, "8", 0, -4, 10**30, [4], math.nan)
     ),
     ({"r": None}, f"r is null, {WHOLE}"),
-    ({"r": 8}, "model.layers.0.self_attn.q_proj: rank 4, but adapter_config.json has 8"),
+    ({"r": 8}, "model.layers.0.self_attn.q_proj has rank 4, but adapter_config.json has rank 8"),
     *(
         ({"lora_alpha": value}, NUMBER)
         for value in (math.inf, -math.inf, math.nan, 0, -6, -0.0, True, "6", None, {})
@@ -157,7 +157,7 @@ MALFORMED: list[tuple[dict[str, Any], str]] = [
         ({"target_parameters": value}, "target_parameters is")
         for value in ("q_proj.weight", 1, [1], {"a": "b"})
     ),
-    ({"target_parameters": ["mlp.experts.down_proj"]}, "the model has no linear with this name"),
+    ({"target_parameters": ["mlp.experts.down_proj"]}, "but the model has no such linear"),
     ({"target_parameters": ["q_proj.weight"]}, "in both target_modules and target_parameters"),
     *(({"rank_pattern": value}, "rank_pattern is") for value in ([], "q_proj", 4, [["q_proj", 4]])),
     *(
@@ -166,7 +166,7 @@ MALFORMED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"rank_pattern": {"q_proj": 2}},
-        "model.layers.0.self_attn.q_proj: rank 4, but adapter_config.json has 2",
+        "model.layers.0.self_attn.q_proj has rank 4, but adapter_config.json has rank 2",
     ),
     ({"rank_pattern": {"q_proj": 10**18}}, "rank_pattern['q_proj'] is 1000000000000000000"),
     ({"rank_pattern": {"[": 4}}, "rank_pattern '[' is not a valid regular expression"),
@@ -200,7 +200,7 @@ MALFORMED: list[tuple[dict[str, Any], str]] = [
     *(({"layers_pattern": value}, "layers_pattern is") for value in (1, [0], {})),
     *(({"init_lora_weights": value}, "init_lora_weights is") for value in (None, 1, [], {})),
     *(
-        ({"init_lora_weights": value}, "changes the weights of the base model")
+        ({"init_lora_weights": value}, "modifies the weights of the base model")
         for value in ("pissa", "pissa_niter_4", "olora", "x")
     ),
     *(({"use_dora": value}, "has use_dora") for value in (True, "no", 1, [], {})),
@@ -368,24 +368,27 @@ TENSORS: dict[str, tuple[dict[str, torch.Tensor | None], str]] = {
     ),
     "a row too few": (
         {f"{QUERY}A.weight": torch.ones(3, 48)},
-        "rank 3, but adapter_config.json has 4",
+        "rank 3, but adapter_config.json has rank 4",
     ),
     "a column too many": (
         {f"{QUERY}A.weight": torch.ones(4, 49)},
-        "A (4, 49) and B (64, 4) do not fit the model",
+        "shapes (4, 49) of A and (64, 4) of B, but the model",
     ),
     "B of another width": (
         {f"{QUERY}B.weight": torch.ones(64, 3)},
-        "A (4, 48) and B (64, 3) do not fit the model",
+        "shapes (4, 48) of A and (64, 3) of B, but the model",
     ),
-    "B on its side": ({f"{QUERY}B.weight": torch.ones(4, 64)}, "B (4, 64) do not fit"),
-    "a vector": ({f"{QUERY}A.weight": torch.ones(4)}, "A (4,) and B (64, 4) do not fit"),
-    "a number": ({f"{QUERY}A.weight": torch.ones(())}, "A () and B (64, 4) do not fit"),
+    "B on its side": ({f"{QUERY}B.weight": torch.ones(4, 64)}, "and (4, 64) of B, but the model"),
+    "a vector": ({f"{QUERY}A.weight": torch.ones(4)}, "shapes (4,) of A and (64, 4) of B, but"),
+    "a number": ({f"{QUERY}A.weight": torch.ones(())}, "shapes () of A and (64, 4) of B, but"),
     "a stack": (
         {f"{QUERY}A.weight": torch.ones(4, 48, 1)},
-        "A (4, 48, 1) and B (64, 4) do not fit",
+        "shapes (4, 48, 1) of A and (64, 4) of B, but",
     ),
-    "nothing": ({f"{QUERY}A.weight": torch.ones(0, 48)}, "rank 0, but adapter_config.json has 4"),
+    "nothing": (
+        {f"{QUERY}A.weight": torch.ones(0, 48)},
+        "rank 0, but adapter_config.json has rank 4",
+    ),
     "integers": (
         {f"{QUERY}A.weight": torch.ones(4, 48, dtype=torch.int64)},
         "has dtype torch.int64",
@@ -393,15 +396,15 @@ TENSORS: dict[str, tuple[dict[str, torch.Tensor | None], str]] = {
     "truths": ({f"{QUERY}B.weight": torch.ones(64, 4, dtype=torch.bool)}, "has dtype torch.bool"),
     "not a number": (
         {f"{QUERY}A.weight": torch.full((4, 48), math.nan)},
-        "lora_A.weight has values that are inf or NaN",
+        "lora_A.weight contains inf or NaN values",
     ),
     "infinity": (
         {f"{QUERY}B.weight": torch.full((64, 4), math.inf)},
-        "lora_B.weight has values that are inf or NaN",
+        "lora_B.weight contains inf or NaN values",
     ),
     "a head's pair": (
         {f"{PREFIX}lm_head.lora_A.weight": torch.ones(4, 48)},
-        "'lm_head.lora_A.weight': the model has no linear",
+        "'lm_head.lora_A.weight', but the model has no such linear",
     ),
     "a layer too many": (
         {QUERY.replace(".1.", ".3.") + "A.weight": torch.ones(4, 48)},
@@ -409,21 +412,24 @@ TENSORS: dict[str, tuple[dict[str, torch.Tensor | None], str]] = {
     ),
     "a magnitude": (
         {f"{QUERY}magnitude_vector": torch.ones(64)},
-        "magnitude_vector': the model has no linear with this name",
+        "magnitude_vector', but the model has no such linear",
     ),
     "a weight": (
         {f"{PREFIX}model.norm.weight": torch.ones(48)},
-        "'model.norm.weight': the model has no linear with this name",
+        "'model.norm.weight', but the model has no such linear",
     ),
     "a name without prefix": (
         {"model.norm.weight": torch.ones(48)},
-        "peft's prefix base_model.model. is",
+        "without peft's prefix base_model.model.",
     ),
     "a name of escapes": (
         {f"{PREFIX}\x1b[2J": torch.ones(1)},
-        r"'\x1b[2J': the model has no linear",
+        r"'\x1b[2J', but the model has no such linear",
     ),
-    "a long name": ({f"{PREFIX}{'x' * 100_000}": torch.ones(1)}, "xxx...: the model has no linear"),
+    "a long name": (
+        {f"{PREFIX}{'x' * 100_000}": torch.ones(1)},
+        "xxx..., but the model has no such linear",
+    ),
 }
 
 

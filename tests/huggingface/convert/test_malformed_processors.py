@@ -144,7 +144,7 @@ def test_damaged_settings_of_generation_are_one_message(
     config = json.loads((records.parent / "other" / "config.json").read_text())
     if isinstance(content, dict):
         (records.parent / "other" / "config.json").write_text(json.dumps(config | content))
-        with pytest.raises(ValueError, match="expected the id of a token, or a list of ids"):
+        with pytest.raises(ValueError, match="expected a token id or a list of token ids"):
             read_hf(records.parent / "other")
 
 

@@ -158,15 +158,15 @@ DAMAGES: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
     ),
     "an odd count of columns": (
         lambda t: changed(changed(t, BLOCKS, lambda x: x[:, :, :1]), SCALES, lambda x: x[..., :1]),
-        "has shape (768, 32), the config requires (768, 64)",
+        "has shape (768, 32), but the config requires (768, 64)",
     ),
     "an odd count of rows": (
         lambda t: changed(changed(t, BLOCKS, lambda x: x[:, :191]), SCALES, lambda x: x[:, :191]),
-        "has shape (764, 64), the config requires (768, 64)",
+        "has shape (764, 64), but the config requires (768, 64)",
     ),
     "three experts": (
         lambda t: changed(changed(t, BLOCKS, lambda x: x[:3]), SCALES, lambda x: x[:3]),
-        f"{UP} has 3 experts, the config requires 4",
+        f"{UP} has 3 experts, but the config requires 4",
     ),
     "twice as many experts of half the rows": (
         lambda t: changed(
@@ -174,7 +174,7 @@ DAMAGES: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
             SCALES,
             lambda x: x.reshape(8, 96, 2),
         ),
-        f"{UP} has 8 experts, the config requires 4",
+        f"{UP} has 8 experts, but the config requires 4",
     ),
     "numbers next to the packed ones": (
         lambda t: {**t, UP: torch.zeros(4, 64, 192)},
@@ -361,7 +361,7 @@ def test_weights_that_are_not_finite_are_refused_by_name_with_their_number(
     tensors[table][5, ::2] = value
     write(folder, tensors)
     told = refusal(folder, tmp_path / "b", capsys, "--dtype", "float32")
-    assert f"{WEIGHTS} has weights that are inf or NaN" in told
+    assert f"{WEIGHTS} has inf or NaN weights" in told
     assert f"{norm} (1 of 48)" in told and f"{table} (24 of 4,656)" in told
 
 

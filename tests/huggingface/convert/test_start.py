@@ -175,10 +175,10 @@ def test_three_commands_are_a_fine_tune_and_its_export_and_the_folder_is_read_on
     assert main(flags) == 0
     told = capsys.readouterr().out
     assert (
-        f"the model is that of {copy}: --num-layers 3" in told
+        f"model flags from {copy}: --num-layers 3" in told
         and "--seq-length 128, from the manifest of --data-path" in told
     )
-    assert f"weights of {copy}; this run starts at step 0" in told
+    assert f"weights from {copy}; this run starts at step 0" in told
     shutil.rmtree(copy)
     assert main([*flags, "--train-iters", "3"]) == 0
     told = capsys.readouterr().out
@@ -261,11 +261,11 @@ def test_flags_that_contradict_the_folder_are_refused_with_both_numbers(
 ) -> None:
     start = ["--load-hf", str(folder), "--data-path", str(data)]
     told = refused([*start, "--hidden-size", "64", "--qk-layernorm", "off"], capsys)
-    assert f"{folder} has --hidden-size 48, this run 64" in told
-    assert "has --qk-layernorm head, this run off" in told
-    assert "are two different starts" in refused([*start, "--load", str(data)], capsys)
+    assert f"{folder} has --hidden-size 48, but this run has 64" in told
+    assert "has --qk-layernorm head, but this run has off" in told
+    assert "start from only one of them" in refused([*start, "--load", str(data)], capsys)
     assert f"--load-hf {data}: " in refused(["--load-hf", str(data)], capsys)
-    assert "a Hugging Face folder, not a checkpoint: use --load-hf" in refused(
+    assert "a Hugging Face folder and not a checkpoint: use --load-hf" in refused(
         ["--load", str(folder)], capsys
     )
     assert "was packed for rows of 128 tokens" in refused([*start, "--seq-length", "64"], capsys)
@@ -278,7 +278,7 @@ def test_a_dataset_of_another_tokenizer_is_refused(
     other = build(tmp_path / "text.jsonl", tmp_path / "packs", "byte")
     told = refused(["--load-hf", str(folder), "--data-path", str(other)], capsys)
     assert f"--data-path {other} was built with the tokenizer" in told
-    assert "build it again with the --tokenizer" in told
+    assert "with the --tokenizer of that folder" in told
 
 
 def test_a_finetuning_has_a_rate_of_its_own_and_a_run_that_goes_on_that_of_its_checkpoint(
@@ -542,17 +542,15 @@ def test_a_tower_that_does_not_fit_is_refused(
     folder: Path, tower: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     start = ["--load-hf", str(folder), "--vision-from-hf"]
-    assert "is a qwen3; use a molmo2" in refused([*start, str(folder)], capsys)
+    assert "is a qwen3 model; use a molmo2 model" in refused([*start, str(folder)], capsys)
     save("qwen3_5 with images", other := tower.parent / "other")
-    assert "is a qwen3_5; use a molmo2" in refused([*start, str(other)], capsys)
+    assert "is a qwen3_5 model; use a molmo2 model" in refused([*start, str(other)], capsys)
     new = ["none", "--vision-num-layers", "2"]
     assert "--vision-family is qwen3_5" in refused(
         [*start, *new, "--vision-family", "qwen3_5"], capsys
     )
-    assert "none creates a new tower; set its --vision-num-layers" in refused(
-        [*start, "none"], capsys
-    )
-    assert "has --vision-num-layers 3, this run 2" in refused(
+    assert "none creates a new tower; set --vision-num-layers" in refused([*start, "none"], capsys)
+    assert "has --vision-num-layers 3, but this run has 2" in refused(
         [*start, str(tower), "--vision-num-layers", "2"], capsys
     )
     assert "already has one; remove the flag" in refused(

@@ -100,7 +100,10 @@ def test_the_template_of_the_data_is_that_of_the_exported_model(
         convert.main([*command, "--output", str(tmp_path / "no"), "--chat-template", "messages"])
         == 2
     )
-    assert "another template wrote the messages of the training data" in capsys.readouterr().err
+    assert (
+        "the messages of the training data were formatted with another template"
+        in capsys.readouterr().err
+    )
     (tmp_path / "asked.jsonl").write_text(json.dumps(talk))
     asked = ["--checkpoint", str(tmp_path / "out"), "--max-new-tokens", "1"]
     asked += ["--input", str(tmp_path / "asked.jsonl"), "--output", str(tmp_path / "answers.jsonl")]
@@ -264,7 +267,7 @@ def test_training_and_export_say_in_which_form_answers_were_learned(
             assert "chat template: from the training data; the tokenizer's template differs" in said
         else:
             assert (
-                "from the tokenizer, which differs from the format of training: answers "
+                "from the tokenizer, which differs from the format used in training: answers "
                 f"were learned {words}" in said
             )
             assert ("--chat-template messages exports" in said) == (

@@ -108,7 +108,7 @@ def test_a_tokenizer_that_gives_other_ids_is_refused_with_the_text(
     monkeypatch.setattr(bpe.tokenizer, "encode_reference", unigram.tokenizer.encode_reference)
     with pytest.raises(
         ValueError,
-        match=r"differs from the original: from token 0 on, '.*' gives \[\d.*\] instead of \[\d",
+        match=r"differs from the original: starting at token 0, '.*' gives \[\d.*\] instead of \[\d",
     ):
         write_tokenizer(bpe, tmp_path, 512, PROBE)
     with pytest.raises(ValueError, match="with id 65"):

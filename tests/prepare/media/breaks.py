@@ -1,6 +1,33 @@
 """Mistakes in the code that the tests of this folder detect; see tests/mutants.py."""
 
 BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
+    ("megacp/prepare/media/requests.py", "tests/prepare/media/test_requests.py"): [
+        ("if wanted != found:", "if False:", "a requested size is ignored"),
+        ("if frames != taken:", "if False:", "requested frames per second are ignored"),
+        (
+            "rules.resized_to(size, num_frames, pixels)",
+            "rules.resized_to(size, num_frames)",
+            "requested limits of pixels are ignored",
+        ),
+    ],
+    ("megacp/training/data/vision/qwen3_5.py", "tests/prepare/media/test_requests.py"): [
+        (
+            "(limit // num_frames for limit in self.video_resize_pixels)",
+            "self.video_resize_pixels",
+            "a frame may be as large as the whole video",
+        ),
+    ],
+    ("megacp/prepare/media/reader.py", "tests/prepare/media/test_requests.py"): [
+        (
+            "path if os.path.exists(path) else unquote(path)",
+            "unquote(path)",
+            "a file name with an escape is not found",
+        ),
+    ],
+    ("megacp/prepare/records/forms.py", "tests/prepare/media/test_requests.py"): [
+        ("yield filled(kind) | asked", "yield filled(kind)", "a request at a placeholder is lost"),
+        ("if form or rules.media:", "if rules.media:", "an image is learned as text"),
+    ],
     ("megacp/engine/rows/image_shards.py", "tests/prepare/media/test_molmo2_rules.py"): [
         (
             "running[start] + low, start) - 1",

@@ -133,15 +133,15 @@ def test_all_wrong_rules_are_listed_at_once_with_their_flags() -> None:
         "--max-crops is 0",
         "--video-fps is 0.0",
         "--image-pooling is (0, 2)",
-        "--time-mode is 'x', allowed are per-frame, off",
+        "--time-mode is 'x', but must be per-frame or off",
         "--image-std are",
-        "--image-token-ids names cat",
-        "they must differ",
+        "--image-token-ids contains cat",
+        "but must be different",
     ):
         assert part in str(error.value)
     with pytest.raises(
         ValueError,
-        match="--image-token-ids are .*4000000000.*, they must differ and be 0 to 2147483646",
+        match="--image-token-ids are .*4000000000.*, but must be different and in the range 0 to 2147483646",
     ):
         Molmo2Rules.from_dict({"token_ids": {"image_patch": 4_000_000_000}})
     with pytest.raises(ValueError, match="unknown keys 14, foo; known are"):

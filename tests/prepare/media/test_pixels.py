@@ -124,25 +124,25 @@ def test_an_animation_of_one_frame_stands_still(data: bytes) -> None:
 JPEG = encoded(noise(64, 64), "JPEG")
 PNG = encoded(noise(64, 64))
 BAD = {
-    "empty": (b"", "0 bytes are none of Jpeg, Png"),
-    "html": (b"<!DOCTYPE html><html>404</html>", "none of Jpeg, Png.*begins with b'<!DOCTYPE'"),
-    "half a jpeg": (JPEG[: len(JPEG) // 2], "the JPEG is cut short or damaged"),
-    "half a png": (PNG[: len(PNG) // 2], "the PNG is cut short or damaged"),
-    "header only": (JPEG[:20], "the JPEG is cut short or damaged"),
-    "damaged png": (PNG[:60] + b"\0" * 60 + PNG[120:], "the PNG is cut short or damaged"),
+    "empty": (b"", "0 bytes are not a file of type Jpeg, Png"),
+    "html": (b"<!DOCTYPE html><html>404</html>", "of type Jpeg, Png.*begins with b'<!DOCTYPE'"),
+    "half a jpeg": (JPEG[: len(JPEG) // 2], "the JPEG is truncated or damaged"),
+    "half a png": (PNG[: len(PNG) // 2], "the PNG is truncated or damaged"),
+    "header only": (JPEG[:20], "the JPEG is truncated or damaged"),
+    "damaged png": (PNG[:60] + b"\0" * 60 + PNG[120:], "the PNG is truncated or damaged"),
     "animated gif": (animated("GIF"), "the GIF has 3 frames"),
     "animated png": (animated("PNG"), "the PNG has 3 frames"),
     "animated webp": (animated("WEBP"), "the WEBP has 3 frames"),
     "pages": (animated("TIFF"), "the TIFF has 3 frames or pages"),
     "float": (
         encoded(Image.fromarray(np.ones((4, 4), np.float32)), "TIFF"),
-        "pixels of kind F, allowed are 1, L",
+        "pixels of kind F, but allowed are 1, L",
     ),
     "32 bits": (
         encoded(Image.fromarray(np.ones((4, 4), np.int32)), "TIFF"),
-        "pixels of kind I, allowed are 1, L",
+        "pixels of kind I, but allowed are 1, L",
     ),
-    "zero size": (without_pixels(), "the PNG is cut short"),
+    "zero size": (without_pixels(), "the PNG is truncated"),
     "too large": (
         encoded(noise(101, 100)),
         "101 x 100 = 10100 pixels, more than --max-pixels 10000",
@@ -267,7 +267,7 @@ def test_part_of_a_video_is_refused_also_where_no_index_misses(container: str, l
     codec = {"webm": "libvpx-vp9", "flv": "flv1", "gif": "gif"}.get(container, "mpeg4")
     data = video(60, container, codec)
     assert video_info(data, TINY)[0] == 60
-    with pytest.raises(ImageError, match="video is cut short"):
+    with pytest.raises(ImageError, match="video is truncated"):
         video_info(data[: int(left * len(data))], TINY)
 
 
@@ -329,7 +329,7 @@ def test_a_damaged_video_is_refused(codec: str, count: int) -> None:
     assert len(list(video_pixels(whole, EVERY))) == 40
     for seed in range(6):
         with pytest.raises(
-            ImageError, match=r"the video is damaged: its frame at \d.\d0 s|is cut short or damaged"
+            ImageError, match=r"the video is damaged: its frame at \d.\d0 s|is truncated or damaged"
         ):
             list(video_pixels(damaged(whole, count, seed), EVERY))
 
@@ -349,12 +349,12 @@ def sound_only() -> bytes:
 def test_a_bad_video_is_refused_with_its_own_message() -> None:
     half = video(43)
     bad = {
-        b"": "0 bytes are none of mov",
-        b"#EXTM3U\nfile:///etc/passwd\n": "none of mov.*begins with b'#EXTM3U",
-        half[: len(half) // 2]: "the mov video is cut short or damaged",
-        video(0, "matroska"): "the matroska video is cut short or damaged",
+        b"": "0 bytes are not a file of type mov",
+        b"#EXTM3U\nfile:///etc/passwd\n": "of type mov.*begins with b'#EXTM3U",
+        half[: len(half) // 2]: "the mov video is truncated or damaged",
+        video(0, "matroska"): "the matroska video is truncated or damaged",
         sound_only(): "no video stream",
-        encoded(noise(5, 5), "JPEG")[:100]: "the JPEG is cut short or damaged",
+        encoded(noise(5, 5), "JPEG")[:100]: "the JPEG is truncated or damaged",
     }
     for data, message in bad.items():
         with pytest.raises(ImageError, match=message):

@@ -122,7 +122,9 @@ def test_frames_of_long_and_short_videos_are_those_of_the_library() -> None:
 
 
 def test_what_the_library_refuses_is_refused() -> None:
-    with pytest.raises(ImageError, match="2010 x 10: one side is more than 200 times the other"):
+    with pytest.raises(
+        ImageError, match="2010 x 10: one side is more than 200 times as long as the other"
+    ):
         QWEN.layout_of_image(2010, 10)
     with pytest.raises(ValueError, match="must be smaller than 200"):
         reference.process_image(noise(2010, 10), QWEN)
@@ -137,13 +139,16 @@ def test_rules_survive_json_by_the_name_of_their_family() -> None:
     assert rules_from_dict({"patch_size": 7}) == Molmo2Rules(patch_size=7), (
         "rules without a family belong to Molmo2"
     )
-    with pytest.raises(ValueError, match="--vision-family is 'llava', allowed are molmo2, qwen3_5"):
+    with pytest.raises(
+        ValueError, match="--vision-family is 'llava', but must be one of molmo2, qwen3_5"
+    ):
         rules_from_dict({"family": "llava"})
     with pytest.raises(
         ValueError, match="unknown keys max_crops; known are patch_size, merge_size"
     ):
         rules_from_dict({"family": "qwen3_5", "max_crops": 3})
     with pytest.raises(
-        ValueError, match="--merge-size is 0.*--video-resize-pixels is .5, 4., the minimum is above"
+        ValueError,
+        match="--merge-size is 0.*--video-resize-pixels is .5, 4., but the minimum must not be above",
     ):
         Qwen35Rules(merge_size=0, video_resize_pixels=(5, 4))

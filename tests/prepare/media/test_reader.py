@@ -133,7 +133,7 @@ BAD_PARTS: dict[str, tuple[dict[str, Any], str]] = {
     "web url": ({"path": "https://example.org/a.png"}, "it is a URL"),
     "data url as a path": (
         {"path": "data:image/png;base64," + "A" * 1000},
-        "750 bytes are none of Jpeg",
+        "750 bytes are not a file of type Jpeg",
     ),
     "url key": (
         {"url": "https://example.org/a.png"},
@@ -160,15 +160,15 @@ BAD_PARTS: dict[str, tuple[dict[str, Any], str]] = {
     "empty path": ({"path": ""}, r"`content\[0\].path` is empty"),
     "no text": ({"path": 5}, r"`content\[0\].path` is a number \(5\), but it must be a string"),
     "not base64": ({"base64": "%%%"}, r"`content\[0\].base64`: it is not base64"),
-    "empty base64": ({"base64": "data:image/png;base64,"}, "0 bytes are none of Jpeg"),
-    "base64 of text": ({"base64": "aGVsbG8="}, "none of Jpeg, Png"),
+    "empty base64": ({"base64": "data:image/png;base64,"}, "0 bytes are not a file of type Jpeg"),
+    "base64 of text": ({"base64": "aGVsbG8="}, "of type Jpeg, Png"),
     "member elsewhere": ({"member": "../x.png"}, "the record has no such member; it has d/1.png"),
     "bytes as text": ({"bytes": "abc"}, "must be bytes"),
     "nothing": ({}, "needs exactly one of path, base64, member, bytes, .*none"),
     "two": ({"path": "a", "base64": "b"}, "needs exactly one of .*; it has path, base64"),
     "an image as video": (
         {"type": "video", "path": "bad.mp4"},
-        "bad.mp4': the mov video is cut short or damaged",
+        "bad.mp4': the mov video is truncated or damaged",
     ),
 }
 

@@ -196,7 +196,7 @@ def test_only_stored_records_count_and_a_blend_adds_them_up(
     built(tmp_path / "d", model, ALPACA, chat_template="alpaca")
     with pytest.raises(
         ValueError,
-        match="d has answers after Alpaca's prompt, .*a has conversations in another form",
+        match="d has answers after Alpaca's prompt, .*a has conversations in a different form",
     ):
         PackBlend([PackedDataset(tmp_path / name) for name in "ad"], [Fraction(1)] * 2)
     assert Sources(PackedDataset(tmp_path / "d"), None, "").answer_forms == {"alpaca": 1}

@@ -343,7 +343,7 @@ def test_flags_choose_the_family_and_its_sizes(corpus: Path, tmp_path: Path) -> 
     )
     told = [
         "built with --vision-family qwen3_5",
-        "patches of 4 pixels in windows of 2, but the model's are 14 in 2",
+        "patches of 4 pixels in windows of 2, but the model expects 14 in windows of 2",
     ]
     found = [image_misfits("d", rules, tower) for tower in towers]
     assert (
@@ -365,7 +365,10 @@ def test_flags_choose_the_family_and_its_sizes(corpus: Path, tmp_path: Path) -> 
         "a file in the folder"
     )
     for flags, told in (
-        (["--vision-family", "llava"], "--vision-family is 'llava', allowed are molmo2, qwen3_5"),
+        (
+            ["--vision-family", "llava"],
+            "--vision-family is 'llava', but must be one of molmo2, qwen3_5",
+        ),
         (["--vision-family", "qwen3_5", "--max-crops", 2], "unknown keys max_crops"),
         (["--resize-pixels", "1,2"], "unknown keys resize_pixels"),
         (["--tokenizer", folder, "--vision-family", "molmo2"], "config.json belongs to a qwen3_5"),

@@ -165,9 +165,7 @@ def test_without_ray_a_build_runs_as_ever_and_the_flag_names_the_extra(
     capsys.readouterr()
     assert preprocess.main([*flags, "--output", str(tmp_path / "e"), "--executor", "ray"]) == 2
     told = capsys.readouterr().err
-    assert (
-        "--executor ray needs the package ray (" in told and "): pip install 'megacp[ray]'" in told
-    )
+    assert "--executor ray needs the package ray (" in told and "): pip install -e '.[ray]'" in told
     assert preprocess.main([*flags, "--output", str(tmp_path / "e"), "--ray-address", "auto"]) == 2
     assert "--ray-address auto needs --executor ray" in capsys.readouterr().err
 
@@ -194,7 +192,7 @@ def test_a_ray_that_cannot_start_is_told_in_one_line(
 @pytest.mark.timeout(240)
 def test_one_node_of_the_real_ray_makes_the_bytes_of_the_local_pool(tmp_path: Path) -> None:
     """A bad record ends the build with its line, and the SIGTERM handler is restored."""
-    pytest.importorskip("ray", reason="ray is not installed: pip install 'megacp[ray]'")
+    pytest.importorskip("ray", reason="ray is not installed: pip install -e '.[ray]'")
     write_records(tmp_path / "a.jsonl", 150)
     run([tmp_path / "a.jsonl"], tmp_path / "one", seed=3)
     run([tmp_path / "a.jsonl"], tmp_path / "two", seed=3, workers=2)

@@ -1,6 +1,50 @@
 """Breaks that the tests of this folder notice; see tests/mutants.py."""
 
 BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
+    ("megacp/prepare/records/indexed.py", "tests/prepare/records/test_indexed.py"): [
+        (
+            "reader.stored(begin, end)",
+            "reader.stored(begin, begin + 1)",
+            "only the first sequence of a document is read",
+        ),
+        (
+            "if not data_bytes:",
+            "if False:",
+            "a document without tokens becomes an end token",
+        ),
+        (
+            "np.searchsorted(starts, (start, stop)).tolist()",
+            "np.searchsorted(starts, (start, stop + 1)).tolist()",
+            "a document is in two units",
+        ),
+        ("_version(name) for name", "(1, 1) for name", "a changed file is read as before"),
+        ("if reader.modes.any():", "if False:", "images of Megatron are learned as text"),
+        ("bounds[-1] == len(reader)", "True", "the sequences after the last document are lost"),
+    ],
+    ("megacp/prepare/records/documents.py", "tests/prepare/records/test_indexed.py"): [
+        (
+            "self._eod is not None and ids[-1] != self._eod[0]",
+            "self._eod is not None",
+            "a document gets a second end token",
+        ),
+        (
+            "(ids < 0) | (ids >= vocab_size)",
+            "ids > vocab_size",
+            "tokens of another vocabulary are accepted",
+        ),
+    ],
+    ("megacp/prepare/records/read.py", "tests/prepare/records/test_indexed.py"): [
+        (
+            "return [*_identity(path), *_identity(data_of(path))]",
+            "return _identity(path)",
+            "a changed .bin is not noticed",
+        ),
+        (
+            "if is_index(extent.path):\n            return 0",
+            "if False:\n            return 0",
+            "document numbers count the newlines of the index",
+        ),
+    ],
     ("megacp/prepare/records/read.py", "tests/prepare/records/test_read.py"): [
         (
             'mark = "" if extent.start else',

@@ -86,8 +86,8 @@ def bad_lines(root: Path) -> dict[bytes, str]:
         record(path="out.png"): "a symbolic link leads out of --image-root",
         record(path="file:///etc/passwd"): "it is a URL",
         record(path="none.png"): "no such file under --image-root",
-        inline(video(0, "matroska"), "video"): "video is cut short or damaged",
-        inline(whole[: len(whole) // 2], "video"): "the mov video is cut short or damaged",
+        inline(video(0, "matroska"), "video"): "video is truncated or damaged",
+        inline(whole[: len(whole) // 2], "video"): "the mov video is truncated or damaged",
     }
     (root / "empty.png").write_bytes(b"")
     lines |= {record(path="empty.png"): BAD["empty"][1]}

@@ -285,7 +285,7 @@ def test_a_misfit_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
     assert results[0] == results[1]
     assert (
         "rank 1" in results[0]
-        and "(2, 3) in the checkpoint, torch.float32 (9, 3) here" in results[0]
+        and "(2, 3) in the checkpoint, but torch.float32 (9, 3) in this run" in results[0]
     )
 
 

@@ -218,7 +218,7 @@ def test_a_pickle_with_a_matching_hash_runs_nothing(tmp_path: Path, name: str) -
     manifest.pop("checksum")
     (folder / MANIFEST_FILE).write_text(json.dumps(manifest | {"checksum": checksum_of(manifest)}))
     loaded = load_checkpoint(tmp_path, WORLD)  # all hashes are correct
-    told = f"{name} (is damaged: it is not an index|does not contain the tensors)"
+    told = f"{name} (is damaged: it is not a checkpoint index|does not contain the tensors)"
     with pytest.raises(ValueError, match=f"rank 0: .*{told}"):
         loaded.read(boxes())
     with pytest.raises(ValueError, match=told):

@@ -137,7 +137,7 @@ def test_boxes_of_one_tensor_with_other_dtypes_are_refused(tmp_path: Path) -> No
         TensorBox("w", (4,), (0,), torch.zeros(2)),
         TensorBox("w", (4,), (2,), torch.zeros(2).int()),
     ]
-    with pytest.raises(ValueError, match="two boxes disagree on shape or dtype of w"):
+    with pytest.raises(ValueError, match="two boxes disagree on shape or dtype of the tensor w"):
         write_payload(tmp_path, boxes)
 
 
@@ -164,8 +164,8 @@ def test_tensors_that_do_not_fit_are_named_with_both_sides(tmp_path: Path) -> No
         whole_box("u", torch.zeros(1)),
     ]
     assert payload.problems(wanted) == [
-        "w is torch.float32 (2, 3) in the checkpoint, torch.float32 (3, 2) here",
-        "v is torch.float32 (2,) in the checkpoint, torch.bfloat16 (2,) here",
+        "w is torch.float32 (2, 3) in the checkpoint, but torch.float32 (3, 2) in this run",
+        "v is torch.float32 (2,) in the checkpoint, but torch.bfloat16 (2,) in this run",
         "u is not in the checkpoint",
     ]
 

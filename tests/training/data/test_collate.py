@@ -154,12 +154,12 @@ def make(length: int = 5, **changes: np.ndarray) -> PackedBatch:
 
 def test_what_is_no_batch_is_refused() -> None:
     for changes, told in (
-        ({"leave": np.array([4, 4, 4, 4, 0], np.int32)}, "padding tokens have a loss weight"),
+        ({"leave": np.array([4, 4, 4, 4, 0], np.int32)}, "loss_weights of padding tokens"),
         ({"loss_weights": np.array([1, 1, np.nan, 1, 1], np.float32)}, "finite and not negative"),
-        ({"span": np.zeros(4, np.int32)}, r"span must be int32 \[5\], got int32 \(4,\)"),
+        ({"span": np.zeros(4, np.int32)}, r"span must be int32 \[5\], but is int32 \(4,\)"),
         (
             {"position_axes": np.zeros((5, 2), np.int64)},
-            r"position_axes must be int64 \[5, 3\], got int64 \(5, 2\)",
+            r"position_axes must be int64 \[5, 3\], but is int64 \(5, 2\)",
         ),
     ):
         with pytest.raises(ValueError, match=told):

@@ -219,7 +219,7 @@ def test_counts_that_differ_name_the_record_and_both_counts() -> None:
         (
             of_images[0],
             7,
-            rf"a.jsonl at byte 0.*: {count} image features and {count - 1} image-patch",
+            rf"a.jsonl at byte 0.* has {count} image features and {count - 1} image-patch",
         ),
         (of_text[0], IMAGES.image_patch, r"image features and \d+ image-patch tokens \(id 50\)"),
     ):

@@ -284,7 +284,7 @@ def test_weights_are_exact_as_typed_or_become_parts_of_a_million() -> None:
         0 <= FINEST * w / sum(weights) - part < 1 for part, w in zip(parts, weights, strict=True)
     )
     with pytest.raises(
-        ValueError, match="1e-09 of all weights, but a dataset gets at least 1 of 1,000,000"
+        ValueError, match="1e-09 of the sum of all weights, but it must be at least 1 / 1,000,000"
     ):
         whole_parts([Fraction(1), Fraction(10**9 + 7)])
 

@@ -1,13 +1,13 @@
-"""Molmo2's geometry: an image is divided into crops and patches, which are pooled to tokens.
+"""Molmo2's geometry: an image is divided into crops of patches, which are pooled to tokens.
 
-Tokens and pooling indices are equal to the output of the transformers library (models/molmo2).
-Pixels differ by at most one of 255 levels, where a resized value is close to a rounding boundary.
-Each size is a number in `Molmo2Rules`.
+Tokens and pooling indices equal the output of the transformers library (models/molmo2). Pixels
+differ by at most one of 255 levels, where a resized value is close to a rounding boundary. All
+sizes are fields of `Molmo2Rules`.
 
-An image becomes one low-resolution crop of the whole image, and overlapping high-resolution crops.
-The latter tile a canvas with at most `max_crops` crops. In each part, windows of patches are pooled
-to one token. A pooling index counts patches over all crops of the image, [crops *
-patches_per_crop]; -1 = outside.
+An image becomes one low-resolution crop of the whole image, and at most `max_crops` overlapping
+high-resolution crops that tile a canvas. In both parts, each window of patches is pooled to one
+token. Pooling indices count patches across all crops of the image, [crops * patches_per_crop];
+-1 = outside.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megacp.training.data.vision.rules import ImageLayout, Pixels, VisionRules, 
 class Molmo2Rules(VisionRules):
     """Rules that convert images and videos to crops and tokens, stored in the manifest.
 
-    Image and patch sizes are in pixels, margins and pooling in patches (rows, columns).
+    Image and patch sizes are in pixels; margins and pooling are in patches (rows, columns).
     """
 
     family: ClassVar[str] = "molmo2"
@@ -46,41 +46,43 @@ class Molmo2Rules(VisionRules):
     }
     placeholder: ClassVar[tuple[str, ...]] = ("image_start", "image_end")
     frames_of_unit: ClassVar[int] = 1
-    image_size: int = rule(378, "side of a crop in pixels")
-    patch_size: int = rule(14, "side of a patch in pixels")
+    image_size: int = rule(378, "side length of a crop in pixels")
+    patch_size: int = rule(14, "side length of a patch in pixels")
     max_crops: int = rule(
         8, "maximum number of high-resolution crops, in addition to the low-resolution one"
     )
     overlap_margins: tuple[int, int] = rule(
-        (4, 4), "patches shared with neighbouring crops: at the left and top, right and bottom"
+        (4, 4), "patches that a crop shares with its neighbours: left and top, right and bottom"
     )
     image_pooling: tuple[int, int] = rule(
-        (2, 2), "rows and columns of patches per token of an image"
+        (2, 2), "rows and columns of patches that are pooled to one image token"
     )
     video_pooling: tuple[int, int] = rule(
-        (3, 3), "rows and columns of patches per token of a frame"
+        (3, 3), "rows and columns of patches that are pooled to one video token"
     )
-    max_frames: int = rule(64, "maximum number of frames taken from a video")
-    video_fps: float = rule(2.0, "maximum number of frames taken per second")
+    max_frames: int = rule(64, "maximum number of frames to sample from a video")
+    video_fps: float = rule(2.0, "maximum number of frames to sample per second")
     time_mode: str = rule(
-        "per-frame", "per-frame: write the time in seconds before each frame; off: no text"
+        "per-frame", "per-frame: write the time in seconds before each frame; off: write no times"
     )
     use_column_tokens: bool = rule(
-        False, "add a token after each row of an image", "--column-tokens"
+        False, "add a column token after each row of image tokens", "--column-tokens"
     )
     low_res_column_tokens: bool | None = rule(
-        None, "add them in the low-resolution crop (default: as --column-tokens)"
+        None, "add column tokens in the low-resolution crop (default: same as --column-tokens)"
     )
-    video_column_tokens: bool = rule(False, "add them in video frames")
+    video_column_tokens: bool = rule(False, "add column tokens in video frames")
     image_mean: tuple[float, float, float] = rule(
-        (0.5, 0.5, 0.5), "subtracted from red, green and blue, which are between 0 and 1"
+        (0.5, 0.5, 0.5), "values to subtract from red, green and blue, which are between 0 and 1"
     )
     image_std: tuple[float, float, float] = rule(
-        (0.5, 0.5, 0.5), "divisor of red, green and blue, after the subtraction"
+        (0.5, 0.5, 0.5), "values to divide red, green and blue by, after the subtraction"
     )
-    max_pixels: int = rule(89_478_485, "refuse images with more pixels")
+    max_pixels: int = rule(89_478_485, "reject images with more pixels")
     token_ids: dict[str, int] = rule(
-        {}, "ids of image tokens (default: the tokenizer's, else above it)", "--image-token-ids"
+        {},
+        "ids of image tokens (default: the tokenizer's ids, or new ids above its vocabulary)",
+        "--image-token-ids",
     )
 
     def __post_init__(self) -> None:
@@ -96,15 +98,18 @@ class Molmo2Rules(VisionRules):
                 )
             elif sum(self.overlap_margins) >= self.patches_per_side:
                 margins = f"--overlap-margins {self.overlap_margins}"
-                found.append(f"{margins} leave nothing of {self.patches_per_side} patches")
+                found.append(
+                    f"{margins} leave nothing of {self.patches_per_side} patches per side: use "
+                    "smaller margins"
+                )
         if self.time_mode not in ("per-frame", "off"):
-            found.append(f"--time-mode is {self.time_mode!r}, allowed are per-frame, off")
+            found.append(f"--time-mode is {self.time_mode!r}, but must be per-frame or off")
         if found:
             raise ValueError("image rules: " + "; ".join(found))
 
     @property
     def patches_per_side(self) -> int:
-        """Number of patches along a side of a crop."""
+        """Number of patches along one side of a crop."""
         return self.image_size // self.patch_size
 
     @property
@@ -119,52 +124,52 @@ class Molmo2Rules(VisionRules):
 
     @property
     def patch_shape(self) -> tuple[int, int]:
-        """`VisionRules.patch_shape`. The following methods are described there too."""
+        """See `VisionRules`, which also describes the following methods."""
         return self.patches_per_crop, self.patch_dim
 
     def misfit(self, vision: VisionConfig) -> str | None:
-        """Compare the sizes of crops and patches."""
+        """Return whether and how the sizes of crops and patches differ."""
         size = self.image_size
         patch = self.patch_size
         expected = vision.vision_image_size, vision.vision_patch_size
         if (size, patch) == expected:
             return None
         return (
-            f"has crops of {size} pixels with patches of {patch}, but the model's have "
+            f"has crops of {size} pixels with patches of {patch}, but the model expects "
             f"{expected[0]} and {expected[1]}: set --vision-image-size {size} "
             f"--vision-patch-size {patch}"
         )
 
     def layout_of_image(self, width: int, height: int) -> ImageLayout:
-        """Return one low-resolution crop and the high-resolution crops of the best tiling."""
+        """Return the layout: one low-resolution crop, and the high-resolution crops of a tiling."""
         return image_layout(width, height, self)
 
     def layouts_of_video(
         self, frames: Sequence[int], fps: float, sizes: Collection[tuple[int, int]]
     ) -> list[tuple[str, ImageLayout]]:
-        """Return one crop per frame, whatever its size."""
+        """Return one crop per frame of any size."""
         units = []
         for i, number in enumerate(frames):
             units.append((time_text(i, number / fps, self), frame_layout(self)))
         return units
 
     def sampled(self, num_frames: int, fps: float) -> list[int]:
-        """Return the taken frames: at most `video_fps` per second, and at most `max_frames`.
+        """Return at most `video_fps` frames per second, and at most `max_frames`.
 
-        This is the rule of Molmo2's processor, in float32. Its rounding may yield one frame after
+        This is the rule of Molmo2's processor, in float32. Its rounding may give one frame after
         the last, which is dropped.
         """
         target = self.max_frames
         if fps > self.video_fps:
             target = min(target, int(num_frames / fps * self.video_fps))
-        step = num_frames / max(min(target, num_frames), 1)  # between two taken frames
+        step = num_frames / max(min(target, num_frames), 1)  # between two sampled frames
         times = np.arange(math.ceil(num_frames / step)) * step
         numbers = times.astype(np.float32).astype(np.int64)
         kept: list[int] = numbers[numbers < num_frames].tolist()
         return kept
 
     def fitted(self, pixels: np.ndarray, count: int) -> np.ndarray:
-        """Resize a frame to the size of a crop."""
+        """Return a frame resized to the size of a crop."""
         return resized(pixels, self.image_size, self.image_size)
 
     def pixels_of_image(self, pixels: np.ndarray) -> Pixels:
@@ -176,7 +181,7 @@ class Molmo2Rules(VisionRules):
         """Return one crop per frame."""
         patches = patches_of(frames[:, 0], self)
         window = frame_layout(self).pooling
-        # [frames, 1, 1]: patches of earlier frames, since windows count over all frames
+        # [frames, 1, 1]: patches in earlier frames, because windows count across all frames
         begin = np.arange(len(patches))[:, None, None] * self.patches_per_crop
         # [frames, pooled, window] -> [frames * pooled, window]
         return patches, np.where(window >= 0, window + begin, -1).reshape(-1, window.shape[1])
@@ -192,16 +197,16 @@ class Molmo2Rules(VisionRules):
 def _tiling(width: int, height: int, rules: Molmo2Rules) -> tuple[int, int]:
     """Return the best tiling: rows and columns of high-resolution crops.
 
-    The best tiling shrinks the image least; if all tilings enlarge it, the one that enlarges it
-    least. Like the reference, it computes in float32, and the first of equal tilings wins. Canvas
-    sizes without margins may be negative.
+    If every tiling shrinks the image, the best tiling shrinks it least; otherwise, it enlarges the
+    image least. Like the reference, this function computes in float32 and chooses the first of
+    equal tilings. Image sizes without margins may be negative.
     """
     margin = sum(rules.overlap_margins) * rules.patch_size
     most = rules.max_crops
     tilings = []
     for rows in range(1, most + 1):
         tilings += [(rows, columns) for columns in range(1, most // rows + 1)]
-    # of equal tilings, prefer fewer crops, then fewer rows
+    # among equal tilings, prefer fewer crops, then fewer rows
     tilings.sort(key=lambda tiling: (tiling[0] * tiling[1], tiling[0]))
     with np.errstate(divide="ignore"):
         canvas = (np.array(tilings) * (rules.image_size - margin)).astype(np.float32)
@@ -212,10 +217,10 @@ def _tiling(width: int, height: int, rules: Molmo2Rules) -> tuple[int, int]:
 
 
 def pooling_windows(grid: np.ndarray, pool: tuple[int, int]) -> tuple[np.ndarray, tuple[int, int]]:
-    """Group patch indices [h, w] into windows; return them and the numbers of rows and columns.
+    """Return windows of patch indices [h, w], and the numbers of rows and columns of windows.
 
-    The windows are int64 [rows * columns, pool_h * pool_w]. A grid that `pool` does not divide is
-    padded with -1, with the larger half at the end.
+    The windows are int64 [rows * columns, pool_h * pool_w]. If `pool` does not divide the grid, it
+    is padded with -1, with the larger half at the end.
     """
     missing = [-size % step for size, step in zip(grid.shape, pool, strict=True)]
     padding = [(size // 2, size - size // 2) for size in missing]
@@ -227,14 +232,14 @@ def pooling_windows(grid: np.ndarray, pool: tuple[int, int]) -> tuple[np.ndarray
 
 
 def _high_res_grid(rows: int, columns: int, rules: Molmo2Rules) -> np.ndarray:
-    """Return the index of the patch shown at each position of the canvas, int64 [rows, columns].
+    """Return the index of the patch at each position of the canvas, int64 [rows, columns].
 
-    Indices also count the low-resolution crop. Where two crops overlap, each of them shows the half
-    on its side.
+    Indices start after the low-resolution crop. Where two crops overlap, each provides the part on
+    its own side.
     """
     side = rules.patches_per_side
     left, right = rules.overlap_margins
-    # [crop row, crop column, patch row, patch column]; -1 where another crop shows that position
+    # [crop row, crop column, patch row, patch column]; -1 where another crop provides the patch
     index = np.arange(rows * columns * side * side).reshape(rows, columns, side, side)
     if left:
         index[1:, :, :left] = -1
@@ -242,8 +247,8 @@ def _high_res_grid(rows: int, columns: int, rules: Molmo2Rules) -> np.ndarray:
     if right:
         index[:-1, :, -right:] = -1
         index[:, :-1, :, -right:] = -1
-    kept = index.swapaxes(1, 2).ravel()  # [rows, side, columns, side]: reading order on the canvas
-    window = side - left - right  # patches of a crop that no neighbour shares
+    kept = index.swapaxes(1, 2).ravel()  # [rows, side, columns, side]: row-major on the canvas
+    window = side - left - right  # patches per side that a crop shares with no neighbour
     height = rows * window + left + right
     width = columns * window + left + right
     grid: np.ndarray = kept[kept >= 0].reshape(height, width)
@@ -258,11 +263,11 @@ def _layout(
     start: str,
     in_columns: bool,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the tokens and the pooling of patches [h, w] (None: the patches of one crop).
+    """Return the tokens and pooling windows for patches [h, w]; None means the patches of one crop.
 
     The tokens are a start token, rows of `image_patch`, and an end token.
     """
-    if grid is None:  # indices of the patches of a crop
+    if grid is None:  # patch indices of a single crop
         grid = np.arange(rules.patches_per_crop).reshape(rules.patches_per_side, -1)
     pooling, (rows, columns) = pooling_windows(grid, pool)
     ids = rules.token_ids
@@ -275,7 +280,7 @@ def _layout(
 
 @functools.lru_cache(maxsize=256)
 def image_layout(width: int, height: int, rules: Molmo2Rules) -> ImageLayout:
-    """Return the layout of an image of this size (upright); `rules` must have all token ids."""
+    """Return the layout of an upright image of this size; `rules` must have all token ids."""
     rows, columns = _tiling(width, height, rules)
     pool = rules.image_pooling
     in_high = rules.use_column_tokens
@@ -299,7 +304,7 @@ def frame_layout(rules: Molmo2Rules) -> ImageLayout:
 
 
 def time_text(index: int, seconds: float, rules: Molmo2Rules) -> str:
-    """Return the text before the taken frame number `index`."""
+    """Return the text before sampled frame number `index`."""
     if rules.time_mode == "off":
         return ""
     space = " " if index else ""
@@ -307,9 +312,9 @@ def time_text(index: int, seconds: float, rules: Molmo2Rules) -> str:
 
 
 def _source_pixels(before: int, after: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return two source indices for each of `after` pixels, and the weight of the second one.
+    """Return two source indices for each of `after` pixels, and the float32 weight of the second.
 
-    Centres of pixels are aligned; the weights are float32.
+    Pixel centres are aligned.
     """
     scale = np.float32(before) / np.float32(after)
     half = np.float32(0.5)
@@ -322,15 +327,15 @@ def _source_pixels(before: int, after: int) -> tuple[np.ndarray, np.ndarray, np.
 
 
 def resized(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Resize an image, uint8 [h, w, 3] -> uint8 [height, width, 3].
+    """Return an image resized from uint8 [h, w, 3] to uint8 [height, width, 3].
 
-    Blend the four nearest pixels bilinearly in float32, without smoothing.
+    The four nearest pixels are blended bilinearly in float32, without antialiasing.
     """
     top, bottom, down = _source_pixels(pixels.shape[0], height)
     left, right, across = _source_pixels(pixels.shape[1], width)
     down = down[:, None]
-    across = np.repeat(across, 3)  # a weight for each colour of a pixel
-    # Only the source rows that are used; most of them contribute to two results.
+    across = np.repeat(across, 3)  # one weight per colour of a pixel
+    # Keep only the source rows that are used. Most contribute to two results.
     rows, index = np.unique(np.concatenate((top, bottom)), return_inverse=True)
     pixels = pixels[rows]
     # [rows, width, 3] -> [rows, 3 * width]
@@ -343,9 +348,9 @@ def resized(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
 
 
 def patches_of(crops: np.ndarray, rules: Molmo2Rules) -> np.ndarray:
-    """Cut crops into normalized patches, uint8 [crops, size, size, 3] -> float32 [crops, N, D].
+    """Return normalized patches, float32 [crops, N, D], of crops, uint8 [crops, size, size, 3].
 
-    N is the number of patches, D = 3 * patch ** 2: a patch row by row, with RGB innermost.
+    N is the number of patches per crop. D = 3 * patch ** 2: rows of a patch, with RGB innermost.
     """
     side = rules.patches_per_side
     patch = rules.patch_size
@@ -365,7 +370,7 @@ def crop_origins(
 ) -> tuple[tuple[int, int], list[tuple[int, int]]]:
     """Return height and width of the canvas, and the origin of each high-resolution crop.
 
-    An origin is the row and column of the first pixel.
+    The origin is the row and column of the crop's first pixel.
     """
     rows, columns = _tiling(width, height, rules)
     margin = sum(rules.overlap_margins) * rules.patch_size

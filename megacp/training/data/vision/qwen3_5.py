@@ -1,13 +1,13 @@
 """Qwen3.5's geometry: an image, or two frames of a video, is one grid of patches.
 
-Windows of patches become tokens.
+Each window of patches becomes a token.
 
-Tokens, grids, frames and times are equal to the output of the transformers library
-(models/qwen3_vl, whose processors are used for qwen3_5). Pixels differ by at most two of 255
-levels: Pillow blends with finer weights than torchvision, and rounds after each of the two passes.
+Tokens, grids, frames and times equal the output of the transformers library (models/qwen3_vl, whose
+processors are used for qwen3_5). Pixels differ by at most two of 255 levels: Pillow blends with
+finer weights than torchvision, and rounds after each of the two passes.
 
-A "crop" in a dataset's bounds is one patch here. Patches are stored window by window, so the
-patches of a token are consecutive.
+A "crop" in a dataset's bounds is one patch here. Patches are stored window by window, so a token's
+patches are consecutive.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from megacp.engine.config.vision import VisionConfig
 from megacp.training.data.vision.rules import ImageError, ImageLayout, Pixels, VisionRules, rule
 
 _FRAMES = 2
-"""Frames per patch; an image is treated as two equal frames."""
+"""Number of frames that a patch covers; an image is treated as two equal frames."""
 _LARGEST_RATIO = 200
-"""Maximum ratio of the sides of an image."""
+"""Maximum ratio of an image's sides."""
 
 
 @dataclass(frozen=True)
@@ -43,28 +43,32 @@ class Qwen35Rules(VisionRules):
     }
     placeholder: ClassVar[tuple[str, ...]] = ("vision_start", "image_patch", "vision_end")
     frames_of_unit: ClassVar[int] = _FRAMES
-    patch_size: int = rule(16, "side of a patch in pixels")
-    merge_size: int = rule(2, "patches along a side of a window, which becomes one token")
+    patch_size: int = rule(16, "side length of a patch in pixels")
+    merge_size: int = rule(2, "patches along each side of a window, which becomes one token")
     resize_pixels: tuple[int, int] = rule(
-        (1 << 16, 1 << 24), "minimum and maximum pixels of an image, resized to whole windows"
+        (1 << 16, 1 << 24),
+        "minimum and maximum number of pixels in an image after it is resized to whole windows",
     )
     video_resize_pixels: tuple[int, int] = rule(
-        (1 << 12, 24 << 20), "minimum and maximum pixels of all taken frames of a video"
+        (1 << 12, 24 << 20),
+        "minimum and maximum number of pixels in all sampled frames of a video after resizing",
     )
-    min_frames: int = rule(4, "minimum number of frames taken from a video")
-    max_frames: int = rule(768, "maximum number of frames taken from a video")
+    min_frames: int = rule(4, "minimum number of frames to sample from a video")
+    max_frames: int = rule(768, "maximum number of frames to sample from a video")
     video_fps: float = rule(
-        2.0, "frames taken per second, between --min-frames and --max-frames in total"
+        2.0, "frames to sample per second, within --min-frames and --max-frames in total"
     )
     image_mean: tuple[float, float, float] = rule(
-        (0.5, 0.5, 0.5), "subtracted from red, green and blue, which are between 0 and 1"
+        (0.5, 0.5, 0.5), "values to subtract from red, green and blue, which are between 0 and 1"
     )
     image_std: tuple[float, float, float] = rule(
-        (0.5, 0.5, 0.5), "divisor of red, green and blue, after the subtraction"
+        (0.5, 0.5, 0.5), "values to divide red, green and blue by, after the subtraction"
     )
-    max_pixels: int = rule(89_478_485, "refuse images with more pixels")
+    max_pixels: int = rule(89_478_485, "reject images with more pixels")
     token_ids: dict[str, int] = rule(
-        {}, "ids of image tokens (default: the tokenizer's, else above it)", "--image-token-ids"
+        {},
+        "ids of image tokens (default: the tokenizer's ids, or new ids above its vocabulary)",
+        "--image-token-ids",
     )
 
     def __post_init__(self) -> None:
@@ -76,39 +80,41 @@ class Qwen35Rules(VisionRules):
             given = getattr(self, name)
             if given[0] > given[1]:
                 found.append(
-                    f"--{name.replace('_', '-')} is {given}, the minimum is above the maximum"
+                    f"--{name.replace('_', '-')} is {given}, but the minimum must not be above the "
+                    "maximum"
                 )
         if found:
             raise ValueError("image rules: " + "; ".join(found))
 
     @property
     def patch_shape(self) -> tuple[int, int]:
-        """`VisionRules.patch_shape`. The following methods are described there too."""
+        """See `VisionRules`, which also describes the following methods."""
         return 1, 3 * _FRAMES * self.patch_size**2
 
     def misfit(self, vision: VisionConfig) -> str | None:
-        """Compare the sizes of patches and windows."""
+        """Return whether and how the sizes of patches and windows differ."""
         patch = self.patch_size
         merge = self.merge_size
         if (patch, merge) == (vision.vision_patch_size, 2):
             return None
         return (
-            f"has patches of {patch} pixels in windows of {merge}, but the model's are "
-            f"{vision.vision_patch_size} in 2: set --vision-patch-size"
+            f"has patches of {patch} pixels in windows of {merge}, but the model expects "
+            f"{vision.vision_patch_size} in windows of 2: set --vision-patch-size"
         )
 
     def layout_of_image(self, width: int, height: int) -> ImageLayout:
-        """Return one grid, in which the sides keep their ratio."""
+        """Return one grid that approximately preserves the image's aspect ratio."""
         if max(width, height) > _LARGEST_RATIO * min(width, height):
             raise ImageError(
-                f"{width} x {height}: one side is more than {_LARGEST_RATIO} times the other"
+                f"{width} x {height}: one side is more than {_LARGEST_RATIO} times as long as the "
+                "other"
             )
         return _grid_layout(*self._image_size(width, height), "image_patch", self)
 
     def layouts_of_video(
         self, frames: Sequence[int], fps: float, sizes: Collection[tuple[int, int]]
     ) -> list[tuple[str, ImageLayout]]:
-        """Return a unit per two frames, with their mean time; the last frame may be used twice."""
+        """Return a unit per two frames, with their mean time. The last frame may be repeated."""
         if len(frames) < _FRAMES:
             raise ImageError(f"a video needs {_FRAMES} frames, but it has {len(frames)}")
         if len(sizes) > 1:
@@ -122,24 +128,24 @@ class Qwen35Rules(VisionRules):
         return [(f"<{time:.1f} seconds>", layout) for time in pairs]
 
     def sampled(self, num_frames: int, fps: float) -> list[int]:
-        """Return the first and the last frame, and frames evenly between them."""
+        """Return the first frame, the last frame, and evenly spaced frames between them."""
         count = int(num_frames / fps * self.video_fps)
-        # a short video is taken completely
+        # all frames of a short video are used
         count = min(max(count, self.min_frames), self.max_frames, num_frames)
         taken: list[int] = np.linspace(0, num_frames - 1, count).round().astype(np.int64).tolist()
         return taken
 
     def fitted(self, pixels: np.ndarray, count: int) -> np.ndarray:
-        """Resize a frame to the size of all frames of its video."""
+        """Return a frame resized to the size of its video's fitted frames."""
         return _resized(pixels, *self._video_size(count, pixels.shape[1], pixels.shape[0]))
 
     def pixels_of_image(self, pixels: np.ndarray) -> Pixels:
-        """Return one grid."""
+        """Return the patches of one grid."""
         fitted = _resized(pixels, *self._image_size(pixels.shape[1], pixels.shape[0]))
         return self.pixels_of_frames(np.broadcast_to(fitted, (1, _FRAMES, *fitted.shape)))
 
     def pixels_of_frames(self, frames: np.ndarray) -> Pixels:
-        """Return a grid per unit. The values of a patch are [colour, frame, row, column]."""
+        """Return the patches of one grid per unit, with values [colour, frame, row, column]."""
         units, _, height, width, _ = frames.shape
         patch, merge = self.patch_size, self.merge_size
         rows, columns = height // (patch * merge), width // (patch * merge)
@@ -155,6 +161,24 @@ class Qwen35Rules(VisionRules):
         pooling = np.arange(len(patches)).reshape(-1, merge**2)  # windows are consecutive
         return patches.reshape(-1, *self.patch_shape), pooling
 
+    def resized_to(
+        self,
+        size: tuple[int, int],
+        num_frames: int = 0,
+        pixels: tuple[float | None, float | None] = (None, None),
+    ) -> tuple[int, int]:
+        """Return the size of the grid in pixels."""
+        if pixels == (None, None):
+            return self._video_size(num_frames, *size) if num_frames else self._image_size(*size)
+        # the limits of a video are for all frames, and `pixels` for each of them
+        low, high = self.resize_pixels
+        if num_frames:
+            low, high = (limit // num_frames for limit in self.video_resize_pixels)
+        if pixels[1] is not None:
+            high = int(pixels[1])
+        low = min(low, high) if pixels[0] is None else int(pixels[0])
+        return _fitting(*size, 1, self.patch_size * self.merge_size, (low, high))
+
     def _image_size(self, width: int, height: int) -> tuple[int, int]:
         """Return the width and height to which an image is resized."""
         return _fitting(width, height, 1, self.patch_size * self.merge_size, self.resize_pixels)
@@ -162,7 +186,7 @@ class Qwen35Rules(VisionRules):
     def _video_size(self, count: int, width: int, height: int) -> tuple[int, int]:
         """Return the width and height of each of `count` frames."""
         side = self.patch_size * self.merge_size
-        if min(width, height) < side:  # first enlarge it to one window
+        if min(width, height) < side:  # first enlarge the frame to at least one window
             scale = max(side / height, side / width)
             width = int(width * scale)
             height = int(height * scale)
@@ -172,10 +196,9 @@ class Qwen35Rules(VisionRules):
 def _fitting(
     width: int, height: int, count: int, side: int, pixels: tuple[int, int], step: int = 1
 ) -> tuple[int, int]:
-    """Return width and height in multiples of `side`, such that `count` frames are in the range
-    `pixels`.
+    """Return width and height as multiples of `side`, so that all frames are in the range `pixels`.
 
-    The number of frames is rounded to a multiple of `step`, like the sides.
+    There are `count` frames; to compare them with the range, round to a multiple of `step`.
     """
     fitted = [round(one / side) * side for one in (width, height)]
     total = round(count / step) * step * math.prod(fitted)  # pixels of all frames
@@ -190,9 +213,9 @@ def _fitting(
 
 @functools.lru_cache(maxsize=64)
 def _grid_layout(width: int, height: int, kind: str, rules: Qwen35Rules) -> ImageLayout:
-    """Return the tokens of a grid for pixels of this size: start, one token per window, end."""
+    """Return the layout for a grid of this size in pixels: start, one token per window, end."""
     merge = rules.merge_size
-    side = rules.patch_size * merge  # pixels of a window, which becomes a token
+    side = rules.patch_size * merge  # side of a window in pixels
     ids = rules.token_ids
     rows, columns = height // side, width // side
     tokens = np.full(rows * columns + 2, ids[kind], np.int64)
@@ -203,14 +226,14 @@ def _grid_layout(width: int, height: int, kind: str, rules: Qwen35Rules) -> Imag
 
 
 def _resized(pixels: np.ndarray, width: int, height: int) -> np.ndarray:
-    """Resize an image, uint8 [h, w, 3] -> uint8 [height, width, 3].
+    """Return an image resized from uint8 [h, w, 3] to uint8 [height, width, 3].
 
-    Bicubic with smoothing, first along rows, like torchvision.
+    Like torchvision, use bicubic interpolation with antialiasing, first along rows.
     """
     try:
         from PIL import Image
     except ImportError as error:
-        raise ValueError("images need the package pillow: pip install 'megacp[data]'") from error
+        raise ValueError("images need the package pillow: pip install -e '.[data]'") from error
     image = Image.fromarray(np.ascontiguousarray(pixels))
     kind = Image.Resampling.BICUBIC
     image = image.resize((width, pixels.shape[0]), kind)

@@ -1,7 +1,7 @@
 """Rules of a vision family: how images and videos become patches and tokens.
 
-A family is a frozen dataclass derived from `VisionRules`, with fields of builtin types. It is
-stored in the manifest, and has a row in `decoding.RULES`. Its fields are flags of the preprocessing
+A family's rules are a frozen dataclass derived from `VisionRules`, with fields of builtin types and
+a row in `decoding.RULES`. The manifest stores the values. The fields are flags of the preprocessing
 command.
 """
 
@@ -19,16 +19,19 @@ import numpy as np
 from megacp.engine.config.vision import VisionConfig
 
 LARGEST_ID = (1 << 31) - 2
-"""Largest token id. Ids are stored in at most 4 bytes, and so is the number of ids."""
+"""Largest token id. Ids and the number of ids are stored in at most 4 bytes."""
 Pixels = tuple[np.ndarray, np.ndarray]
-"""float32 [c, patches per crop, patch_dim], and int64 [pooled tokens, window] with indices of
-patches, -1 = outside.
+"""Patches, float32 [c, patches per crop, patch_dim], and pooling windows, int64 [pooled tokens,
+window] with patch indices, -1 = outside.
 """
 _T = TypeVar("_T")
 
 
 def rule(default: _T, text: str, flag: str | None = None) -> _T:
-    """Return a field of rules with the help text of its flag (by default named after the field)."""
+    """Return a dataclass field with the help text and name of its flag.
+
+    By default, the flag is named after the field.
+    """
     metadata = {"help": text, "flag": flag}
     if isinstance(default, dict):
         return dataclasses.field(
@@ -38,41 +41,42 @@ def rule(default: _T, text: str, flag: str | None = None) -> _T:
 
 
 class ImageError(ValueError):
-    """An image or a video cannot be used; the caller adds the name of the file."""
+    """Error for an image or a video that cannot be used. The caller adds the file name."""
 
 
 @dataclass(frozen=True, eq=False)
 class ImageLayout:
-    """The tokens and crops of an image or a frame; cached, and shared by all images of one size."""
+    """Tokens and crops of an image or a frame. Images of equal size share a cached layout."""
 
     num_crops: int
     tokens: np.ndarray
-    """int64 [n]: ids, with a feature's placeholder id for each pooled feature."""
+    """Token ids, int64 [n], with a placeholder id for each pooled feature."""
     pooling: np.ndarray
-    """int64 [pooled, window]: indices into [num_crops * patches_per_crop], -1 = outside; in the
-    order of the tokens.
+    """Patch indices in [num_crops * patches_per_crop], -1 = outside: int64 [pooled, window], in
+    token order.
     """
     grid: tuple[int, int] | None = None
-    """Rows and columns of its pooled tokens, if their positions have three axes."""
+    """Rows and columns of the pooled tokens, if their positions have three axes."""
 
 
 class VisionRules(ABC):
-    """The rules of one family.
+    """Rules of one family.
 
-    A unit is encoded separately: it is an image, or `frames_of_unit` taken frames of a video.
+    A unit is encoded separately from all others: an image, or `frames_of_unit` sampled frames of a
+    video.
     """
 
     family: ClassVar[str]
     model_types: ClassVar[tuple[str, ...]]
-    """Values of `model_type` in the config.json of models of this family."""
+    """Values of `model_type` in config.json of this family's models."""
     is_named: ClassVar[bool] = True
-    """Whether stored rules name their family. Those of the first family do not, because they are
-    older than the second family.
+    """Whether stored rules contain the family's name. Those of the first family do not, because
+    they are older than the second family.
     """
     token_texts: ClassVar[Mapping[str, str]]
-    """Texts of the special tokens in the family's tokenizers, by the names used here."""
+    """Texts of the special tokens in the family's tokenizers, by their names in the rules."""
     placeholder: ClassVar[tuple[str, ...]]
-    """Special tokens that represent an image in a chat template; a processor replaces them by all
+    """Special tokens that represent an image in a chat template. A processor replaces them with all
     tokens of the image.
     """
     frames_of_unit: ClassVar[int]
@@ -90,13 +94,14 @@ class VisionRules(ABC):
 
     @abstractmethod
     def misfit(self, vision: VisionConfig) -> str | None:
-        """Return how these rules differ from a tower of the family, and the flags to change; None
-        if they fit.
+        """Return how these rules differ from the family's tower, and the flags to change.
+
+        Return None if they fit.
         """
 
     @abstractmethod
     def layout_of_image(self, width: int, height: int) -> ImageLayout:
-        """Return the layout of an image of this size (upright). The rules must have all token ids.
+        """Return the layout of an upright image of this size. The rules must have all token ids.
 
         Raise ImageError if the size is not supported.
         """
@@ -105,47 +110,57 @@ class VisionRules(ABC):
     def layouts_of_video(
         self, frames: Sequence[int], fps: float, sizes: Collection[tuple[int, int]]
     ) -> list[tuple[str, ImageLayout]]:
-        """Return the units of the taken `frames`, each with the text before it.
+        """Return the units of the sampled `frames`, each with the text before it.
 
-        `sizes` are the widths and heights of the frames. Raise ImageError if they are not
-        supported.
+        `sizes` are the frames' widths and heights. Raise ImageError if they are not supported.
         """
 
     @abstractmethod
     def sampled(self, num_frames: int, fps: float) -> list[int]:
-        """Return the numbers of the taken frames, increasing, at least one, spread evenly over the
-        video.
-        """
+        """Return the numbers of the frames to use: increasing, at least one, evenly spaced."""
 
     @abstractmethod
     def fitted(self, pixels: np.ndarray, count: int) -> np.ndarray:
-        """Return one of `count` taken frames, uint8 [h, w, 3], resized for cutting patches."""
+        """Return one of `count` sampled frames, uint8 [h, w, 3], resized to whole patches."""
 
     @abstractmethod
     def pixels_of_image(self, pixels: np.ndarray) -> Pixels:
-        """Return an image, uint8 [h, w, 3], as normalized crops with their pooling."""
+        """Return normalized crops of an image, uint8 [h, w, 3], with their pooling windows."""
 
     @abstractmethod
     def pixels_of_frames(self, frames: np.ndarray) -> Pixels:
-        """Return fitted frames, uint8 [units, frames_of_unit, h, w, 3], as normalized crops with
-        their pooling.
+        """Return normalized crops of fitted frames, with their pooling windows.
+
+        `frames` is uint8 [units, frames_of_unit, h, w, 3].
         """
+
+    def resized_to(
+        self,
+        size: tuple[int, int],
+        num_frames: int = 0,
+        pixels: tuple[float | None, float | None] = (None, None),
+    ) -> tuple[int, int] | None:
+        """Return the width and height to which an image, or each of `num_frames` taken frames, is
+        resized; None if the family cuts crops of a fixed size.
+
+        `pixels` are other limits for the image or frame; None stands for the limit of these rules.
+        """
+        return None
 
     def crop_boxes(
         self, width: int, height: int
     ) -> tuple[tuple[int, int], list[tuple[int, int, int]]]:
-        """Return height and width of an image's canvas, and left, top and side of its crops.
+        """Return height and width of an image's canvas, and left, top and side length of its crops.
 
-        Only crops that show a part of the image are included.
+        Crops of the whole image, such as a low-resolution crop, are not included.
         """
         return (height, width), []
 
     def with_token_ids(self, tokenizer: Any) -> Self:
         """Return these rules with an id for every special token.
 
-        An id given in the rules takes precedence, then the tokenizer's id of the token's text, then
-        a free id above the vocabulary. `tokenizer` has `vocab_size` and optionally
-        `token_id(text)`.
+        The id comes from the rules, else from the tokenizer (for the token's text), else it is a
+        free id above the vocabulary. `tokenizer` has `vocab_size` and optionally `token_id(text)`.
         """
         find = getattr(tokenizer, "token_id", lambda text: None)
         ids: dict[str, int] = {}
@@ -159,7 +174,7 @@ class VisionRules(ABC):
         return dataclasses.replace(self, token_ids=ids)  # type: ignore[type-var]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the rules for JSON: tuples as lists, and with the family's name if required."""
+        """Return the rules as JSON values: tuples become lists; the family is added if needed."""
         values: dict[str, Any] = {"family": self.family} if self.is_named else {}
         for name, value in dataclasses.asdict(self).items():  # type: ignore[call-overload]
             values[name] = list(value) if isinstance(value, tuple) else value
@@ -167,9 +182,9 @@ class VisionRules(ABC):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Return the inverse of `to_dict`; absent keys get their defaults.
+        """Return the rules for values from `to_dict`; absent keys get their defaults.
 
-        Raise ValueError for unknown keys, wrong types, or wrong numbers.
+        Raise ValueError for unknown keys, wrong types or invalid numbers.
         """
         defaults = dataclasses.asdict(cls())  # type: ignore[call-overload]
         unknown = sorted({str(key) for key in values} - set(defaults))
@@ -188,31 +203,35 @@ class VisionRules(ABC):
         return cls(**given)
 
     def common_problems(self, least: Mapping[str, int]) -> list[str]:
-        """Return the problems of the fields common to all families, one line per problem.
+        """Return the problems of fields that all families share, one line per problem.
 
-        `least` has the minimum of each field that has one.
+        `least` contains the minimum of fields that have one.
         """
         found = []
         for name, low in least.items():
             value = getattr(self, name)
             if np.min(value) < low:
-                found.append(f"--{name.replace('_', '-')} is {value}, it must be at least {low}")
+                found.append(f"--{name.replace('_', '-')} is {value}, but must be at least {low}")
         mean = self.image_mean
         std = self.image_std
         if not 0 < self.video_fps < float("inf"):
-            found.append(f"--video-fps is {self.video_fps}, it must be a number above 0")
+            found.append(f"--video-fps is {self.video_fps}, but must be a number above 0")
         if not np.isfinite([*mean, *std]).all() or min(std) <= 0:
-            found.append(f"--image-mean, --image-std are {mean}, {std}, they must be finite")
+            found.append(
+                f"--image-mean and --image-std are {mean} and {std}, but must be finite, and "
+                "--image-std above 0"
+            )
         unknown = sorted(set(self.token_ids) - set(self.token_texts))
         if unknown:
             found.append(
-                f"--image-token-ids names {', '.join(unknown)}, known are "
+                f"--image-token-ids contains {', '.join(unknown)}, but known names are "
                 f"{', '.join(self.token_texts)}"
             )
         ids = list(self.token_ids.values())
         if len(set(ids)) < len(ids) or min(ids, default=0) < 0 or max(ids, default=0) > LARGEST_ID:
             found.append(
-                f"--image-token-ids are {self.token_ids}, they must differ and be 0 to {LARGEST_ID}"
+                f"--image-token-ids are {self.token_ids}, but must be different and in the range 0 "
+                f"to {LARGEST_ID}"
             )
         return found
 
@@ -227,6 +246,6 @@ def _alike(value: Any, default: Any) -> bool:
         if not isinstance(value, dict):
             return False
         return all(isinstance(name, str) and type(one) is int for name, one in value.items())
-    # JSON may write a float as an integer; a flag that is None by default is a bool
+    # JSON may represent a float as an integer; a field that is None by default is a bool
     also_allowed = {float: (int,), type(None): (bool,)}
     return type(value) in (type(default), *also_allowed.get(type(default), ()))

@@ -207,7 +207,7 @@ def test_an_edited_manifest_one_that_leads_out_of_its_folder_and_one_that_forget
         with pytest.raises(ValueError, match=r"manifest\.json: "):
             PackedDataset(dataset_path)
     for shard, told in (
-        (dataclasses.replace(first, name="../d"), "plain name"),
+        (dataclasses.replace(first, name="../d"), "plain file name"),
         (
             dataclasses.replace(
                 first, files=tuple(f for f in first.files if f.name != "packs.npy")
