@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import textwrap
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
@@ -22,7 +23,6 @@ from megacp.engine.models import costs
 from megacp.plan.hardware import GPUS, Hardware, hardware
 from megacp.plan.search import (
     BEST,
-    EQUALLY_FAST,
     Candidate,
     fields_chosen,
     fits,
@@ -32,8 +32,13 @@ from megacp.plan.search import (
 )
 from megacp.storage.wording import human_count
 
-# Number of characters in a full bar.
+# Numbers of characters in a full bar and in a line; a terminal has 80 columns by default.
 _BAR = 50
+_LINE = 79
+# A space at which textwrap does not break a line.
+_JOINED = "\u00a0"
+# Layouts count as faster than the first one from this difference.
+_FASTER = 0.0005
 
 
 @dataclass(frozen=True)
@@ -157,7 +162,7 @@ class Answer:
 
     def rows(self) -> list[list[str]]:
         """Return the table of the best layouts; the first row is the header."""
-        header = "|layout|s/step|tokens/s/GPU|MFU|GiB|fits|lost to|behind 1"
+        header = "|layout|s/step|tokens/s/GPU|MFU|GiB|fits|lost to|compared with 1"
         rows = [header.split("|")]
         for place, one in enumerate(self.best, 1):
             row = [
@@ -204,26 +209,35 @@ class Answer:
 def behind(layout: Candidate, best: Candidate, hardware: Hardware) -> str:
     """Return why a layout is not the first: its extra memory, or the time that grows the most.
 
-    Return "" for the first layout.
+    A layout that is faster than the first one starts with that. Return "" for the first layout.
     """
     if layout is best:
         return ""
-    # Compare in the order of `Candidate.order`: verdict, speed, offload, memory.
-    more_memory = layout.gib - best.gib
-    same_verdict = layout.verdict(hardware) == best.verdict(hardware)
-    if layout.gib > hardware.memory or not same_verdict:
-        return f"{more_memory:+.1f} GiB"
-    if layout.time.total <= EQUALLY_FAST * best.time.total:
-        if more_memory > 0:
-            return f"{more_memory:+.1f} GiB"
-        offloaded = layout.config.training.activation_offload
-        if offloaded > best.config.training.activation_offload:
-            return "more offload"
-    # The layout is slower: name the term of the step time that grows the most.
-    first = vars(best.time)
-    more = {term: seconds - first[term] for term, seconds in vars(layout.time).items()}
-    term = max(more, key=lambda name: more[name])
-    return f"{term} {more[term]:+.2g} s"
+    gain = best.time.total / layout.time.total - 1
+    despite = ""
+    if gain >= _FASTER:
+        despite = f"{100 * gain:.1f} % faster, but "
+    does_fit = layout.gib <= hardware.memory
+    # The first difference between the sorting keys decides.
+    verdict, speed, offloaded, gib = layout.order(hardware)
+    best_verdict, best_speed, best_offloaded, best_gib = best.order(hardware)
+    if verdict != best_verdict:
+        verb = "fills" if does_fit else "needs"
+        return f"{despite}{verb} {100 * gib / hardware.memory:.0f} % of the memory"
+    if speed > best_speed:
+        # Name the term of its step time that grows the most.
+        first = vars(best.time)
+        more = {term: seconds - first[term] for term, seconds in vars(layout.time).items()}
+        term = max(more, key=lambda name: more[name])
+        return f"slower: {term} {more[term]:+.2g} s"
+    # Both are equally fast, or neither fits: then only the memory counts.
+    if does_fit and not despite:
+        despite = "as fast, but "
+    if offloaded > best_offloaded:
+        return f"{despite}offloads more to the host"
+    if gib > best_gib:
+        return f"{despite}needs {gib - best_gib:.3g} GiB more"
+    return "needs as much memory"
 
 
 def words(config: RunConfig, world_size: int) -> str:
@@ -273,9 +287,11 @@ def large(parts: Mapping[str, float]) -> dict[str, float]:
 def bar(parts: Mapping[str, float], whole: float, unit: str) -> list[str]:
     """Return a line with a bar for each large part; `whole` is the value of a full bar."""
     lines = []
-    for name, value in large(parts).items():
+    shown = large(parts)
+    width = max(map(len, shown))
+    for name, value in shown.items():
         length = min(_BAR, round(_BAR * value / whole))
-        lines.append(f"  {name:<12}{'#' * length:<{_BAR}} {value:.3g} {unit}")
+        lines.append(f"  {name:<{width}} {'#' * length:<{_BAR}} {value:.3g} {unit}")
     return lines
 
 
@@ -390,16 +406,48 @@ def as_json(answer: Answer) -> str:
     return json.dumps(shown, indent=2) + "\n"
 
 
+def _wrapped(start: str, text: str) -> str:
+    """Return `start` and the text in lines of a terminal; further lines are indented as far.
+
+    Paths and flags are not broken.
+    """
+    indent = " " * len(start)
+    lines = textwrap.wrap(
+        text,
+        _LINE,
+        initial_indent=start,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return "\n".join(lines).replace(_JOINED, " ")
+
+
+def _options(name: str) -> str:
+    """Return a layout's name so that `_wrapped` only breaks it between options."""
+    return name.replace(" ", _JOINED).replace(f",{_JOINED}", ", ")
+
+
 def plan_text(answer: Answer) -> str:
     """Return the plan as text that fits on a screen."""
     first = answer.best[0]
     memory = answer.hardware.memory
     time = first.layout.time
-    lines = [*answer.heading(), "", table(answer.rows(), left=2), ""]
+    lines = [_wrapped("", line) for line in answer.heading()]
+    # Names and reasons are too long for a column of a terminal, so they follow the numbers.
+    (_, _, *header, _), *rows = answer.rows()
+    numbers = [["", *header]]
+    names = []
+    for place, name, *figures, reason in rows:
+        numbers.append([place, *figures])
+        names.append(_wrapped(f"  {place}  ", _options(name)))
+        if reason:
+            names.append(_wrapped("     ", reason))
+    lines += ["", table(numbers), "", *names, ""]
     # Layouts that fit come first, so if the first does not fit, none does.
     if first.verdict == "OOM":
         lines.append("None fits; layout 1 needs the least memory. Changes that would help:")
-        lines += [f"  {change}" for change in answer.changes()]
+        lines += [_wrapped("  - ", change) for change in answer.changes()]
         lines.append("")
     lines.append(
         f"Layout 1: memory of the fullest rank in phase `{first.phase}`, of {memory:.4g} GiB:"

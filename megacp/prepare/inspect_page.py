@@ -32,15 +32,22 @@ from megacp.training.data.vision.rules import VisionRules
 _THUMBNAIL = 224
 """Maximum side length of an image on the page, in pixels."""
 _STYLE = """
-.text { white-space: pre-wrap; overflow-wrap: anywhere; margin: 0; }
-.text { font: 13px/1.6 ui-monospace, monospace; }
-.branch { border-left: 4px solid #b8c8e8; padding-left: 1em; margin: .5em 0 .5em 1em; }
-mark { background: #bfe8bf; color: inherit; }
-.unit { background: #ffe2b0; padding: 0 .3em; margin-right: .2em; }
+:root { --learned: #bfe8bf; --unit: #ffe2b0; --branch: #b8c8e8; --crop: #286; }
+@media (prefers-color-scheme: dark) { :root { --learned: #1e5230; --unit: #5c4310;
+  --branch: #4a5f8a; --crop: #6c9; } }
+.text { white-space: pre-wrap; margin: 0; font: 14px/1.6 ui-monospace, monospace; }
+.branch { border-left: 4px solid var(--branch); padding-left: 1em; margin: .5em 0 .5em 1em; }
+/* on a telephone, deep branches still need room for their text */
+@media (max-width: 40em) { .branch { border-left-width: 3px; padding-left: .5em;
+  margin-left: .2em; } }
+mark { background: var(--learned); color: inherit; }
+.unit { background: var(--unit); padding: 0 .3em; margin-right: .2em; }
 img { image-rendering: pixelated; max-width: 100%; }
-.grid { display: grid; grid-template-columns: repeat(auto-fill, minmax(20em, 1fr)); gap: .5em; }
+.grid { display: grid; gap: 1em .5em; margin-top: .6em;
+  grid-template-columns: repeat(auto-fill, minmax(min(20em, 100%), 1fr)); }
 svg { margin-left: .5em; }
-rect { fill: #bfe8bf80; stroke: #286; vector-effect: non-scaling-stroke; }
+rect { fill: var(--learned); fill-opacity: .5; stroke: var(--crop);
+  vector-effect: non-scaling-stroke; }
 """
 
 
@@ -68,7 +75,11 @@ def _page(dataset: PackedDataset, index: int, tokenizer: Tokenizer) -> Iterator[
     yield f"<p>{len(pack.segments)} documents, "
     yield f"{len(pack.tokens)} tokens of {manifest.seq_length}, "
     yield f"{learned_of_pack(pack)} learned. <mark>Marked</mark> text is learned; "
-    yield '<span class="unit">boxes</span> are images and frames.</p>'
+    yield '<span class="unit">boxes</span> are images and frames.'
+    if pack.branches is not None and len(pack.branches):
+        # otherwise the text above would seem to lack its last token
+        yield " A branch may begin with the last token of the text that it continues."
+    yield "</p>"
     rules = None if manifest.image_rules is None else rules_from_dict(manifest.image_rules)
     for number, (here, branches) in enumerate(pack_documents(pack)):
         row = pack.segments[number]

@@ -105,6 +105,30 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "min(more, key=lambda name: more[name])",
             "the least term is blamed",
         ),
+        (
+            "if gain >= _FASTER:",
+            "if False:",
+            "a faster layout after the first one does not say that it is faster",
+        ),
+        ("_LINE = 79", "_LINE = 99", "a text is wider than a terminal"),
+    ],
+    ("megacp/plan/picture.py", "tests/plan/test_picture.py"): [
+        (
+            "end = max(available, needed)",
+            "end = needed",
+            "the memory of the fullest layout looks like the memory of a GPU",
+        ),
+        (
+            "end = max(available, peak.total / 2**30)",
+            "end = peak.total / 2**30",
+            "the timeline always looks full",
+        ),
+        ("found[_REST] = rest", "pass", "bars lack their small parts"),
+        (
+            "_bars(answer, memory, colors)",
+            "_bars(answer, memory, _colors(memory.bars))",
+            "a term changes its colour within a page",
+        ),
     ],
     ("megacp/plan/times.py", "tests/plan/test_published.py"): [
         (

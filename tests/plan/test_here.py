@@ -48,12 +48,17 @@ def planned(folder: Path, flags: list[str], ranks: int, gpu: str = "here") -> Ru
     return config
 
 
+def printed(capsys: pytest.CaptureFixture[str]) -> str:
+    """Return what was printed, in one line: a sentence may be broken anywhere."""
+    return " ".join(capsys.readouterr().out.split())
+
+
 def test_a_plan_for_this_machine_keeps_given_flags_and_the_dtype(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = [*TINY[: TINY.index("--dtype")], *grid_flags(tp=2), "--recompute-granularity", "full"]
     config = planned(tmp_path, flags, 4)
-    said = capsys.readouterr().out
+    said = printed(capsys)
     assert (
         "CPU: times from the published rates of h100, as hardware.yaml has no entry for CPU; they hold for bfloat16, not float32"
         in said
@@ -88,7 +93,7 @@ def test_a_dry_run_without_a_gpu_is_planned_for_the_default_one(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert command.main(["--gpu", "here", "--world-size", "2", "--dry-run", *TINY]) == 0
-    assert "on 2 GPUs with 79." in capsys.readouterr().out
+    assert "on 2 GPUs with 79." in printed(capsys)
 
 
 def test_a_resumed_run_keeps_its_layout_unless_its_ranks_cannot_use_it(
@@ -101,25 +106,24 @@ def test_a_resumed_run_keeps_its_layout_unless_its_ranks_cannot_use_it(
     flags = [*REST, "--load", str(tmp_path), "--recompute-granularity", "none"]
     kept = planned(tmp_path, flags, 1)
     assert kept.training.micro_batch_size == 2
-    assert (
-        f"The parallel layout of {tmp_path}/step_0000002, which was saved by 1 rank"
-        in capsys.readouterr().out
+    assert f"The parallel layout of {tmp_path}/step_0000002, which was saved by 1 rank" in printed(
+        capsys
     )
     assert planned(tmp_path, [*flags, "--finetune"], 1).training.micro_batch_size != 2
     assert planned(tmp_path, [*flags, "--micro-batch-size", "4"], 1).training.micro_batch_size == 4
     capsys.readouterr()
     assert planned(tmp_path, flags, 2).grid_shape(2).dp == 2
-    assert "step_0000002 was saved by 1 rank, but this run has 2" in capsys.readouterr().out
+    assert "step_0000002 was saved by 1 rank, but this run has 2" in printed(capsys)
     # the stored microbatch of two rows does not divide a batch of three
     three = [*flags, "--global-batch-size", "3"]
     assert planned(tmp_path, three, 1).training.micro_batch_size == 1
-    assert "contradicts the flags: --global-batch-size 3" in capsys.readouterr().out
+    assert "contradicts the flags: --global-batch-size 3" in printed(capsys)
     # if one row fills more than half of the device, two rows do not fit
     model = with_values(from_yaml(stored), {"micro_batch_size": 1})
     most = fullest(model, 1).total * 1.2 / 2**30
     monkeypatch.setattr(DEVICE, lambda world: ("CPU", most))
     assert planned(tmp_path, flags, 1).training.micro_batch_size == 1
-    assert f"step_0000002 does not fit into {most:.4g} GiB" in capsys.readouterr().out
+    assert f"step_0000002 does not fit into {most:.4g} GiB" in printed(capsys)
 
 
 @pytest.mark.parametrize("gpu", ["h100", "here"])
@@ -131,9 +135,7 @@ def test_a_plan_of_a_checkpoint_has_its_model_and_its_dtype(
     assert planned(tmp_path, flags, 2, gpu).training.dtype == RunConfig().training.dtype, (
         "no flag contradicts it"
     )
-    assert capsys.readouterr().out.startswith(
-        f"{human_count(run_parameters(stored))} parameters on 2 GPUs"
-    )
+    assert printed(capsys).startswith(f"{human_count(run_parameters(stored))} parameters on 2 GPUs")
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,11 @@ import functools
 import json
 import re
 import statistics
-from dataclasses import replace
+from dataclasses import fields, replace
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -30,7 +32,7 @@ from megacp.plan import search as search_room
 from megacp.plan.answer import Answer, behind, flags, longest_row, words
 from megacp.plan.hardware import GPUS, Hardware, hardware
 from megacp.plan.search import Candidate, fullest, layouts, search
-from megacp.plan.times import step_time
+from megacp.plan.times import StepTime, step_time
 from megacp.train import dry_run
 from megacp.verify.gpu_report import BILLION
 from tests.huggingface.convert.models import made
@@ -213,16 +215,50 @@ def test_a_flag_that_alone_forbids_what_fits_is_named() -> None:
     assert answer.changes()[0].startswith("without --tensor-model-parallel-size: tp 2")
 
 
-def test_a_layout_loses_by_memory_or_by_the_term_that_grows_most() -> None:
+def test_a_slower_layout_names_the_term_that_grows_most() -> None:
     first, *others = found_for(4, {PP: 1, "cp_comm_type": "p2p"})
     said = [behind(one, first, H100) for one in (first, *others)]
     assert said[0] == "" and all(said[1:])
     one = others[-1]
     more = {name: seconds - vars(first.time)[name] for name, seconds in vars(one.time).items()}
-    assert (
-        said[-1].startswith(max(more, key=more.__getitem__))
-        and one.time.total > 1.01 * first.time.total
-    )
+    largest = max(more, key=more.__getitem__)
+    assert said[-1].startswith(f"slower: {largest} +")
+    assert one.time.total > 1.01 * first.time.total
+
+
+def layout_of(seconds: float, share: float, offload: float = 0.0) -> Candidate:
+    """Return a layout with a step time, a share of an H100's memory, and an offloaded share."""
+    config = with_values(RunConfig(), {**SMALL, "activation_offload": offload})
+    nothing = dict.fromkeys((field.name for field in fields(StepTime)), 0.0)
+    time = StepTime(**{**nothing, "compute": seconds})
+    memory: Any = SimpleNamespace(total=share * H100.memory * 2**30)
+    return Candidate(config, {}, memory, lambda _: time)
+
+
+@pytest.mark.parametrize(
+    ("layout", "reason"),
+    [
+        (layout_of(0.8, 0.95), "25.0 % faster, but fills 95 % of the memory"),
+        (layout_of(1.2, 0.95), "fills 95 % of the memory"),
+        (layout_of(0.5, 1.2), "100.0 % faster, but needs 120 % of the memory"),
+        (layout_of(1.5, 0.2), "slower: compute +0.5 s"),
+        (layout_of(0.998, 0.6), "0.2 % faster, but needs 7.91 GiB more"),
+        (layout_of(1.0, 0.6), "as fast, but needs 7.91 GiB more"),
+        (layout_of(1.001, 0.4, 0.5), "as fast, but offloads more to the host"),
+        (layout_of(1.0, 0.5), "needs as much memory"),
+    ],
+)
+def test_a_layout_says_in_words_why_it_is_not_the_first(layout: Candidate, reason: str) -> None:
+    best = layout_of(1.0, 0.5)
+    assert behind(layout, best, H100) == reason
+    # the sorting key agrees that the layout is not better
+    assert layout.order(H100) >= best.order(H100)
+
+
+def test_layouts_that_do_not_fit_differ_by_their_memory() -> None:
+    best = layout_of(1.0, 1.2)
+    assert behind(layout_of(0.8, 1.3), best, H100) == "25.0 % faster, but needs 7.91 GiB more"
+    assert behind(layout_of(1.2, 1.3), best, H100) == "needs 7.91 GiB more"
 
 
 @pytest.mark.parametrize("gib", [0.05, 0.5])
@@ -474,9 +510,11 @@ def test_the_command_prints_the_best_writes_its_flags_and_says_what_is_missing(
     ]
     assert command.main([*asked, "--gpu", "a100", *written]) == 0
     said, text = capsys.readouterr().out, (tmp_path / "plans" / "best.html").read_text()
+    assert max(map(len, said.splitlines())) < 80  # a terminal has 80 columns
     best = next(line for line in said.splitlines() if line.startswith("  1  ")).split("  ")
     assert all(cell.strip() in text for cell in best) and (page := _Page(text)).loads == []
-    assert page.drawn == [2 * sum(line[:5].strip().isdigit() for line in said.splitlines()), 3]
+    # Each layout has a line of numbers and a line with its name, and two bars.
+    assert page.drawn == [sum(line[:5].strip().isdigit() for line in said.splitlines()), 3]
     assert " OK " in said and "tokens fit with layout 1" in said
     assert (tmp_path / "plans" / "best.yaml").read_text().rstrip() in said
     assert command.main([*asked, "--json"]) == 0
@@ -491,9 +529,8 @@ def test_the_command_prints_the_best_writes_its_flags_and_says_what_is_missing(
     wordless = (["--world-size", "2"], "--vocab-size"), ([*asked, "--seq-length", "0"], "got 0")
     for wrong, word in (*wordless, *wrongs):
         assert command.main(wrong) == 2 and word in capsys.readouterr().err
-    assert (
-        command.main([*asked, "--dtype", "float32"]) == 0
-        and "not float32" in capsys.readouterr().out
+    assert command.main([*asked, "--dtype", "float32"]) == 0 and "not float32" in " ".join(
+        capsys.readouterr().out.split()
     )
     large = [
         "--num-layers",
@@ -508,7 +545,7 @@ def test_the_command_prints_the_best_writes_its_flags_and_says_what_is_missing(
     unwritten = ["--output", str(tmp_path / "none.yaml"), "--context-parallel-size", "1"]
     assert command.main([*asked, *large, *unwritten, "--recompute-granularity", "full"]) == 1
     assert not (tmp_path / "none.yaml").exists()
-    said = capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.split())
     assert all(
         word in said
         for word in (
@@ -531,7 +568,7 @@ def test_a_folder_of_a_model_and_packs_become_flags_in_one_screen(
     asked = [*start, "--world-size", "4", "--pipeline-model-parallel-size", "2"]
     assert command.main([*asked, "--output", str(tmp_path / "best.yaml")]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) <= 40 and "rows of 64 tokens" in lines[0] and lines[-1] == "dtype: bfloat16"
+    assert len(lines) <= 45 and "rows of 64 tokens" in lines[0] and lines[-1] == "dtype: bfloat16"
     config = parse([*start, "--config", str(tmp_path / "best.yaml"), "--dry-run"])
     assert config.training.dtype == "bfloat16"
     assert (
