@@ -29,10 +29,14 @@ LATER = (
 )
 _ASKED = re.compile(r"<\|user\|>\n(.*)\n<\|assistant\|>\n$", re.DOTALL)
 _STYLE = (
-    "body{font-family:sans-serif;margin:2em}td,th{padding:.3em .8em;text-align:left}"
-    "tr{border-bottom:1px solid #ddd}"
+    ":root{color-scheme:light dark}"
+    "body{font-family:sans-serif;margin:1em auto;max-width:70em;padding:0 1em}"
+    # wide tables scroll inside their own box, so that the page fits a telephone
+    "pre,.wide{overflow-x:auto}td,th{padding:.3em .8em;text-align:left}"
+    "tr{border-bottom:1px solid #8888}"
     "table{border-collapse:collapse}img{image-rendering:pixelated;width:48px;margin-right:4px}"
-    ".right{color:#060}.wrong{color:#b00;font-weight:bold}"
+    "body{background:#fff;color:#222}.right{color:#060}.wrong{color:#b00;font-weight:bold}"
+    "@media(prefers-color-scheme:dark){body{background:#181818;color:#ddd}.right{color:#7d7}.wrong{color:#f88}}"
 )
 
 
@@ -126,7 +130,7 @@ def page(
     head = "<tr><th>images</th><th>question</th><th>expected</th><th>answer</th></tr>"
 
     def rows(chosen: Sequence[dict[str, Any]]) -> str:
-        return f"<table>{head}{''.join(map(row, chosen))}</table>"
+        return f'<div class="wide"><table>{head}{"".join(map(row, chosen))}</table></div>'
 
     # Take the first `each` records of each number of images, with all their questions.
     samples: list[dict[str, Any]] = []
@@ -138,7 +142,9 @@ def page(
     samples.sort(key=lambda answer: answer["right"])  # wrong ones first
     single = [answer for answer in answers if len(answer["images"]) == 1 and not answer["right"]]
     return (
-        '<!doctype html><html><head><meta charset="utf-8"><title>Held-out digits</title>'
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        "<title>Held-out digits</title>"
         f"<style>{_STYLE}</style></head>"
         f"<body><h1>Held-out digits</h1><pre>{html.escape(table(counts))}</pre>"
         f"<h2>Wrong answers about single scans</h2>{rows(single)}"

@@ -17,6 +17,7 @@ from megacp.huggingface import convert_command as convert
 from megacp.huggingface import generate_command as generate
 from megacp.prepare import command as preprocess
 from megacp.train import main as train
+from tests.browser import looks
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -237,3 +238,19 @@ def test_the_way_from_scans_to_a_page_of_answers(
     out.write_text("".join(json.dumps(line) + "\n" for line in other))
     assert answer_with_transformers.main([*again, "--max-new-tokens", "2"]) == 1
     assert "24 of 25 answers" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dark", [False, True])
+def test_the_page_of_answers_fits_a_telephone_and_can_be_read(tmp_path: Path, dark: bool) -> None:
+    (tmp_path / "a.png").write_bytes(b"")
+    answers = []
+    for expected, count in ("3", 1), ("<b>4</b>", 12):
+        names = ["a.png"] * count
+        words = {"question": "Which digits?", "expected": expected, "answer": "3"}
+        answers.append({**words, "id": expected, "images": names, "right": expected == "3"})
+    counts = evaluate_digits.accuracies(answers)
+    page = evaluate_digits.page(answers, counts, tmp_path, 5)
+    for look in looks(page, tmp_path, (1280, 400), dark=dark):
+        assert look.overflow == 0 and look.faint() == [] and look.is_dark == dark
+        assert "<b>4</b>" in look.text and "b" not in look.tags
