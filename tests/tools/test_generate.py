@@ -126,6 +126,11 @@ def test_records_are_answered_in_their_order_beside_what_was_expected(
     )
     assert asked(folder, "seeing", "--input", tmp_path / "r.jsonl", *more, "--overwrite") == 0
     assert [json.loads(line)["id"] for line in out.read_text().splitlines()] == ["1", "0"]
+    # an array on one line: each record has its number, not the number of its line
+    unnamed = [{k: v for k, v in record.items() if k != "id"} for record in records]
+    (tmp_path / "r.json").write_text(json.dumps(unnamed))
+    assert asked(folder, "seeing", "--input", tmp_path / "r.json", *more, "--overwrite") == 0
+    assert [json.loads(line)["id"] for line in out.read_text().splitlines()] == ["1", "2"]
 
 
 def test_a_terminal_that_is_closed_or_a_reader_that_goes_ends_it_in_silence(

@@ -238,6 +238,11 @@ def open_start(config: RunConfig, given: Collection[str]) -> tuple[RunConfig, Fo
     source = loaded.source
     known: dict[str, int] = {}
     notes = loaded.notes("dtype" in given)
+    if not sha256:
+        notes.append(
+            f"{folder} has no tokenizer files, so its token ids could not be compared with those "
+            "of --data-path"
+        )
     files = {f"--load-hf {name}": folder / name for name in loaded.files}
     tower: Loaded | None = None
     if vision is not None:
