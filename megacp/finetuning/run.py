@@ -260,6 +260,8 @@ def _exported(request: FinetuneRequest) -> int | None:
     Raise ValueError if the folder belongs to another model, other data, or another program.
     """
     output = request.output
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"--output {output} is a file: give a folder")
     # An empty folder is as good as none.
     if not output.exists() or not any(output.iterdir()):
         return None

@@ -289,6 +289,8 @@ def test_an_output_folder_of_another_program_is_not_touched(
     chats = folders.write_messages(tmp_path)
     assert main([str(model), str(chats), "--output", str(tmp_path)]) == 2
     assert "is not empty, and was not written by this command" in capsys.readouterr().err
+    assert main([str(model), str(chats), "--output", str(chats)]) == 2
+    assert f"--output {chats} is a file: give a folder" in capsys.readouterr().err
 
 
 def test_the_command_megacp_lists_and_starts_every_installed_command(

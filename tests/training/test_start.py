@@ -429,7 +429,12 @@ def test_nproc_checks_in_one_process_and_then_starts_ranks(
     )
     flags = ["--nproc", "2", "--context-parallel-size", "2", "--vocab-size", "64"]
     assert main([*flags, "--data-path", str(tmp_path / "none")]) == 2
-    assert capsys.readouterr().err.rstrip().endswith("has no manifest.json") and not started
+    told = capsys.readouterr().err
+    assert f"--data-path {tmp_path / 'none'} does not exist: there is no such folder" in told
+    assert not started
+    assert main([*flags, "--data-path", str(tmp_path)]) == 2
+    assert f"--data-path {tmp_path} has no manifest.json, so it is" in capsys.readouterr().err
+    assert not started
     assert (
         main([*flags, "--num-attention-heads", "3"]) == 2
         and main(["--nproc", "two"]) == 2
@@ -579,7 +584,7 @@ def test_an_epoch_is_as_many_samples_as_there_are_packs_in_all_parts(
     flags += ["--data-path", "0.9", packed(tmp_path / "a", 3), "0.1", packed(tmp_path / "b", 7)]
     config, note = with_stored_length(parse(flags), given_names(flags), given_names(flags))
     assert config.training.train_iters == steps and (
-        f"{steps} updates of 1 pack, 0 of" in note
+        f"{steps} updates of 1 pack, too few" in note
     ) == (steps < 20)
     longer = with_values(config, {"train_epochs": None, "train_iters": 40})
     notes = [
@@ -593,7 +598,7 @@ def test_an_epoch_is_as_many_samples_as_there_are_packs_in_all_parts(
     )
     one = with_values(config, {"train_epochs": None, "train_iters": 1, "lr_warmup_iters": 0})
     assert (
-        "1 update of 1 pack, 0 of them" in (few := with_stored_length(one, (), ())[1])
+        "1 update of 1 pack, too few" in (few := with_stored_length(one, (), ())[1])
         and "lower" not in few
     )
 

@@ -617,7 +617,10 @@ def refuse_other_input(path: Path, kind: str) -> None:
         if ADAPTER_CONFIG in names:
             advice = "; this is an adapter: use --load-hf MODEL and --load-adapter ADAPTER"
         elif is_checkpoint:
-            advice = "; this is a megacp checkpoint: use --from megacp"
+            advice = (
+                "; this is a megacp checkpoint: train it with --load, or convert it with "
+                "--from megacp --to hf"
+            )
         raise ValueError(f"the folder has no {CONFIG}{advice}")
     if kind == "megacp" and not is_checkpoint and CONFIG in names:
         raise ValueError(

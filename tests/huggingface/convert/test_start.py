@@ -577,7 +577,7 @@ def test_an_unknown_type_is_sent_to_the_trainer_if_that_trains_it(
     copy = shutil.copytree(folder, tmp_path / "copy")
     content = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps({**content, "model_type": kind}))
-    told = refused(["--load-hf", str(copy), "--mock-data"], capsys)
+    told = refused(["--load-hf", str(copy)], capsys)
     assert f"model_type '{kind}' is not supported; supported types are " in told
     assert ("shard_sequences(trainer, cp_size=N)" in told) == is_trained
 
@@ -590,3 +590,31 @@ def test_a_folder_without_a_tokenizer_is_trained_with_a_note(folder: Path, tmp_p
         *_, note = open_start(parse(["--load-hf", str(place)]), {"load_hf"})
         line = f"{place} has no tokenizer files, so its token ids could not be compared"
         assert (line in note) == is_noted
+
+
+def test_an_adapter_folder_that_is_none_is_refused_without_an_error_number(
+    folder: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start = ["--load-hf", str(folder), "--data-path", str(data), "--load-adapter"]
+    told = refused([*start, str(tmp_path / "none")], capsys)
+    assert f"--load-adapter {tmp_path / 'none'}: the folder does not exist" in told
+    told = refused([*start, str(tmp_path)], capsys)
+    assert f"--load-adapter {tmp_path}: the folder has no adapter_config.json" in told
+    assert "hf download org/lora --local-dir lora" in refused([*start, "org/lora"], capsys)
+
+
+def test_a_checkpoint_given_as_a_model_folder_is_sent_to_load(
+    folder: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "step_0000001").mkdir()
+    told = refused(["--load-hf", str(tmp_path), "--data-path", str(data)], capsys)
+    assert "this is a megacp checkpoint: train it with --load, or convert it" in told
+
+
+def test_a_damaged_header_is_to_be_downloaded_again(
+    folder: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    (copy / "model.safetensors").write_bytes(b"\xff" * 3000)
+    told = refused(["--load-hf", str(copy), "--data-path", str(data)], capsys)
+    assert "it is damaged, or not a safetensors file" in told and "download it again" in told
