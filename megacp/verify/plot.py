@@ -35,6 +35,8 @@ def read_curves(path: Path) -> dict[str, dict[int, float]]:
     """
     curves: dict[str, dict[int, float]] = {"train": {}, "valid": {}}
     # Split bytes rather than text, because str.splitlines also splits at other characters.
+    if path.is_dir():
+        raise ValueError(f"--log {path} is a folder; a run writes log.jsonl in its --save folder")
     try:
         lines = read_regular(path, _LARGEST_LOG).splitlines()
     except FileNotFoundError as error:
@@ -54,7 +56,7 @@ def read_curves(path: Path) -> dict[str, dict[int, float]]:
                 curves[row["kind"]][int(row["step"])] = float(row["loss"])
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
-                f"--log {path}:{number} is not a line of a training log: {error!r}"
+                f"--log {path}:{number} is not a line of the log.jsonl of a run ({error!r})"
             ) from error
     if not curves["train"]:
         raise ValueError(f"--log {path} contains no training step")

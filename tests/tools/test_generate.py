@@ -180,6 +180,20 @@ def test_flags_that_contradict_each_other_are_refused(capsys: pytest.CaptureFixt
         assert named in capsys.readouterr().err.partition("error: ")[2]
 
 
+def test_a_checkpoint_that_is_none_is_named_before_anything_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    for path, told in (
+        (str(tmp_path / "none"), "none: the folder does not exist"),
+        (str(tmp_path / "file"), "file is a file: give the folder of --save"),
+        ("org/model", "hf download org/model --local-dir model"),
+    ):
+        assert generate.main(["--checkpoint", path, "--prompt", "a"]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"error: --checkpoint {path}") and told in said
+
+
 @pytest.mark.slow
 def test_what_cannot_be_answered_ends_with_one_message(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

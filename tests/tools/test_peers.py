@@ -153,6 +153,8 @@ def test_a_log_that_does_not_exist_is_explained(
     told = capsys.readouterr().err
     assert f"--log {path}: no such file; a run with --save FOLDER writes FOLDER/log.jsonl" in told
     assert "Errno" not in told
+    assert main(["--log", str(tmp_path), "--output", str(tmp_path / "loss.png")]) == 2
+    assert f"--log {tmp_path} is a folder; a run writes log.jsonl" in capsys.readouterr().err
 
 
 @pytest.mark.slow

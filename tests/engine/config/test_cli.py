@@ -759,7 +759,7 @@ def test_paths_are_looked_at_except_in_a_dry_run(
         "valid_data_path": ("1", "v", "x", "w"),
     }
     reasons = check(with_values(GOOD, blends), 1)
-    assert [reason.split(" has ")[0] for reason in reasons if "no_" in reason] == [
+    assert [reason.split(" does not exist: ")[0] for reason in reasons if "no_" in reason] == [
         f"--data-path no_{name}" for name in "ac"
     ]
     assert any(
