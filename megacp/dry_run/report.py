@@ -26,7 +26,7 @@ from megacp.engine.models import costs
 from megacp.engine.models.pair_words import describe_pairs, parts_without_pairs
 from megacp.engine.pipeline_parallel.schedules import Kind
 from megacp.engine.pipeline_parallel.timeline import bubble, orders, timeline
-from megacp.storage.wording import human_bytes, human_count
+from megacp.storage.wording import counted, human_bytes, human_count
 
 # Rows shown at each end of a table that is too long.
 _SHOWN = 6
@@ -321,11 +321,11 @@ def _step(config: RunConfig, world_size: int, sample: PackSample) -> str:
     # forward and backward FLOPs of attention, as a share of all text FLOPs
     share = flops.attention * (1 + PUBLISHED_BACKWARD) / text
     microbatches = config.num_microbatches(world_size)
-    plural = "s" if t.micro_batch_size > 1 else ""
     work = human_count(text, "FLOP")
+    run_tokens = human_count(tokens * t.train_iters)
     rows = [
         ["packs", f"{packs:,} of {length:,} tokens = {human_count(tokens)} tokens"],
-        ["microbatches", f"{microbatches:,} per rank, {t.micro_batch_size} pack{plural} each"],
+        ["microbatches", f"{microbatches:,} per rank, {counted(t.micro_batch_size, 'pack')} each"],
         ["tokens on a rank", f"{tokens_per_rank(config):,} per microbatch"],
         ["model FLOPs", f"{work} ({share:.0%} attention, mask area {sample.area:.2f} of causal)"],
     ]
@@ -336,6 +336,6 @@ def _step(config: RunConfig, world_size: int, sample: PackSample) -> str:
     rows += [
         ["a rank's share", human_count((text + seeing) / world_size, "FLOP")],
         ["pipeline bubble", f"{idle:.1%} of the ideal time"],
-        ["the whole run", f"{t.train_iters:,} steps, {human_count(tokens * t.train_iters)} tokens"],
+        ["the whole run", f"{counted(t.train_iters, 'step')}, {run_tokens} tokens"],
     ]
     return "One step\n" + "\n".join(f"  {name:<16}  {text}" for name, text in rows)

@@ -23,6 +23,7 @@ from megacp.engine.layers.attention import heads_group, transport_of
 from megacp.engine.layers.stack import EXPERT_KINDS, layers_of, lora_kinds
 from megacp.storage.place import place_of
 from megacp.storage.url import Url, is_url
+from megacp.storage.wording import counted
 
 MAX_DENSE_ROW_TOKENS = 8192
 """Maximum row length T for the dense kernel, which stores T x T scores (256 MiB) per float32 head.
@@ -116,7 +117,14 @@ def _multiples(config: RunConfig, world: int) -> Iterator[str]:
     dp = config.data_parallel_size(world)
 
     # rows of (text of the number, number, text of the divisor, divisor)
-    rows = [(f"a world of {world} ranks", world, f"tp {tp} x pp {pp} x cp {cp} = {ranks}", ranks)]
+    rows = [
+        (
+            f"a world of {counted(world, 'rank')}",
+            world,
+            f"tp {tp} x pp {pp} x cp {cp} = {ranks}",
+            ranks,
+        )
+    ]
     if world % ranks == 0:  # otherwise dp is rounded down, and this message would be misleading
         packs = training.micro_batch_size * dp
         divisor_text = (
@@ -705,11 +713,20 @@ def _files(config: RunConfig, world: int) -> Iterator[str]:
             if name == "--load-hf" and is_url(path):
                 yield f"{name} {path} is a URL, but must be a local directory"
                 continue
+            # in a store of objects, there are no folders to look for
+            if not is_url(path) and not Path(path).exists():
+                yield f"{name} {path} does not exist: there is no such folder"
+                continue
             place = place_of(path)
             if inside:
                 place = place / inside
             if not place.exists() and not Path(path).is_file():
-                problem = f"has no {inside}" if inside else "does not exist"
+                problem = "does not exist"
+                if inside:
+                    problem = (
+                        f"has no {inside}, so it is not a finished dataset: build it with "
+                        "megacp-preprocess build"
+                    )
                 yield f"{name} {path} {problem}"
         except ValueError as error:  # a URL that cannot be opened
             yield f"{name} {error}"

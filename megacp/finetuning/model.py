@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
+from megacp.storage.hub import download_command, is_hub_name
 from megacp.storage.place import at_home
 
-# A name on the hub, such as ORGANISATION/MODEL.
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 # The files that --load-hf reads. Other weight formats of a repository are not downloaded.
 _FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
-
-
-def download_command(name: str) -> str:
-    """Return the shell command that downloads a model of the hub into a folder."""
-    return f"hf download {name} --local-dir {name.rpartition('/')[2]}"
-
-
-def is_hub_name(text: str) -> bool:
-    """Return whether a text can be a name on the hub, and is not an existing path."""
-    return _HUB_NAME.fullmatch(text) is not None and not Path(text).exists()
 
 
 def model_folder(name: str) -> Path:

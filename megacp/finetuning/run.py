@@ -23,6 +23,7 @@ from megacp.storage.files import write_result
 from megacp.storage.wording import counted, human_count
 from megacp.training.checkpoint.commit import peek
 from megacp.training.loop.finetuning import EPOCHS, default_batch
+from megacp.training.loop.reporting import rate_warning
 from megacp.training.monitor.console import say
 from megacp.training.start.status import STOPPED
 
@@ -249,6 +250,8 @@ def _choose_rate(choices: Choices) -> None:
     # Fine-tuning starts from good weights, so nothing pulls them towards zero.
     choices.choose({"weight_decay": 0.0})
     choices.show("lr", f"{rate:g}", "lr")
+    # A dry run prints this screen and no line of the training log.
+    choices.lines += [("", line) for line in rate_warning(choices.config.training)]
 
 
 # ---- the output folder
@@ -260,6 +263,8 @@ def _exported(request: FinetuneRequest) -> int | None:
     Raise ValueError if the folder belongs to another model, other data, or another program.
     """
     output = request.output
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"--output {output} is a file: give a folder")
     # An empty folder is as good as none.
     if not output.exists() or not any(output.iterdir()):
         return None

@@ -42,6 +42,8 @@ from megacp.prepare.records.record import ALPACA, AS_MESSAGES, Media, RecordErro
 from megacp.prepare.tokenize.kept import own_tokenizer
 from megacp.prepare.tokenize.tokenizer import load_tokenizer
 from megacp.storage.files import open_own, open_regular, read_regular, require_free
+from megacp.storage.hub import no_such_folder
+from megacp.storage.url import is_url
 from megacp.storage.wording import counted
 from megacp.training.data.manifest import THOUGHTS, answers_told, thoughts_told
 from megacp.training.loop.state import first_token, last_token
@@ -239,12 +241,17 @@ class Session:
 
         Raise ValueError if there is no checkpoint, or if the tokenizer differs from the run's.
         """
+        folder = Path(arguments.checkpoint)
+        if not is_url(arguments.checkpoint):
+            if not folder.exists():
+                raise ValueError(f"--checkpoint {folder}: {no_such_folder(folder)}")
+            if folder.is_file():
+                raise ValueError(f"--checkpoint {folder} is a file: give the folder of --save")
         try:
             generator = self.generator = Generator(arguments.checkpoint)
         except ValueError as error:
             # Training loads checkpoints with --load; this command has another flag.
             message = str(error).replace("--load ", "--checkpoint ")
-            folder = Path(arguments.checkpoint)
             if (folder / "config.json").is_file():
                 message += (
                     "; this is a Hugging Face folder: convert it with tools/convert_checkpoint.py "

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megacp.dry_run.packs import sample_packs
-from megacp.engine.config.blend import named_folders
+from megacp.engine.config.blend import weighted_folders
 from megacp.engine.config.cli import (
     OneLineParser,
     accepted_note,
@@ -81,7 +81,12 @@ def _asked(arguments: Sequence[str]) -> _Question:
 
         config, *_ = open_start(config, given)
     if config.data.data_path is not None:
-        manifest = DatasetManifest.read(named_folders(config.data.data_path)[0])
+        # Raises ValueError for an invalid list of weights and folders.
+        folder = weighted_folders("--data-path", config.data.data_path)[0].folder
+        try:
+            manifest = DatasetManifest.read(folder)
+        except ValueError as error:
+            raise ValueError(f"--data-path {error}") from error
         length = manifest.seq_length
         if "seq_length" in given:
             length = config.data.seq_length

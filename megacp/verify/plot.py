@@ -13,6 +13,7 @@ from statistics import fmean
 
 from megacp.engine.config.cli import OneLineParser
 from megacp.storage.files import read_regular, require_free, write_result
+from megacp.storage.wording import counted
 from megacp.training.monitor.console import say, warn
 
 # The maximum size of a log in bytes.
@@ -34,7 +35,14 @@ def read_curves(path: Path) -> dict[str, dict[int, float]]:
     """
     curves: dict[str, dict[int, float]] = {"train": {}, "valid": {}}
     # Split bytes rather than text, because str.splitlines also splits at other characters.
-    lines = read_regular(path, _LARGEST_LOG).splitlines()
+    if path.is_dir():
+        raise ValueError(f"--log {path} is a folder; a run writes log.jsonl in its --save folder")
+    try:
+        lines = read_regular(path, _LARGEST_LOG).splitlines()
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"--log {path}: no such file; a run with --save FOLDER writes FOLDER/log.jsonl"
+        ) from error
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
@@ -48,7 +56,7 @@ def read_curves(path: Path) -> dict[str, dict[int, float]]:
                 curves[row["kind"]][int(row["step"])] = float(row["loss"])
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
-                f"--log {path}:{number} is not a line of a training log: {error!r}"
+                f"--log {path}:{number} is not a line of the log.jsonl of a run ({error!r})"
             ) from error
     if not curves["train"]:
         raise ValueError(f"--log {path} contains no training step")
@@ -103,5 +111,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:  # an unknown image suffix, or a full disk
         warn(f"error: {error}")
         return 2
-    say(f"{arguments.output}: {len(losses)} steps, loss {losses[0]:.4f} -> {losses[-1]:.4f}")
+    steps = counted(len(losses), "step")
+    say(f"{arguments.output}: {steps}, loss {losses[0]:.4f} -> {losses[-1]:.4f}")
     return 0

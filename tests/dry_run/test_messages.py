@@ -197,3 +197,16 @@ def test_ranks_send_no_more_needed_keys_than_the_dry_run_says() -> None:
         8 * 4 * KEYS * (2 * 1 + 0.5),
     ]
     assert planned(2, NEEDED)[0].cp == 8 * 4 * KEYS * 3
+
+
+def test_one_step_of_one_pack_is_described_in_the_singular_without_gpus() -> None:
+    once: dict[str, Value] = {"train_iters": 1, "global_batch_size": 1}
+    config = with_values(RunConfig(), {**SMALL, **once})
+    text = " ".join(describe(config, 1).split())
+    assert "the whole run 1 step, 256 tokens" in text
+    assert "1 per rank, 1 pack each" in text
+    assert "GPU" not in text and "unknown" not in text
+    twice = with_values(config, {"train_iters": 2, "global_batch_size": 2, "micro_batch_size": 2})
+    text = " ".join(describe(twice, 1).split())
+    assert "the whole run 2 steps, 1.02 k tokens" in text
+    assert "1 per rank, 2 packs each" in text

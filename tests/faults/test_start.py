@@ -88,7 +88,8 @@ def test_what_only_one_rank_cannot_do_ends_all_of_them_with_its_reason(wrong: li
 def test_what_no_rank_can_do_is_told_without_ranks() -> None:
     messages = {refused(ended) for ended in run_all([[*QUICK, "--data-path", "/nowhere"]] * 2)}
     assert messages == {
-        "this configuration cannot run:\n  - --data-path /nowhere has no manifest.json"
+        "this configuration cannot run:\n  - --data-path /nowhere does not exist: there is no such "
+        "folder"
     }
 
 

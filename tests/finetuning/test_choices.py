@@ -283,12 +283,26 @@ def test_a_line_of_a_training_step_becomes_a_bar() -> None:
         assert shown.endswith(" 12/45  loss 1.2500  0:48 left") and len(shown) < max(columns, 52)
 
 
+@pytest.mark.parametrize(("rate", "is_warned"), [("5", True), ("0.01", False)])
+def test_a_dry_run_warns_about_a_learning_rate_that_no_run_has(
+    rate: str, is_warned: bool, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "out"
+    arguments = [str(model), str(folders.write_messages(tmp_path)), "--output", str(output)]
+    assert main([*arguments, "--nproc", "1", "--lr", rate, "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert f"lr        {rate} (given)" in shown
+    assert ("warning: with --lr 5, AdamW will probably diverge" in shown) == is_warned
+
+
 def test_an_output_folder_of_another_program_is_not_touched(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     chats = folders.write_messages(tmp_path)
     assert main([str(model), str(chats), "--output", str(tmp_path)]) == 2
     assert "is not empty, and was not written by this command" in capsys.readouterr().err
+    assert main([str(model), str(chats), "--output", str(chats)]) == 2
+    assert f"--output {chats} is a file: give a folder" in capsys.readouterr().err
 
 
 def test_the_command_megacp_lists_and_starts_every_installed_command(

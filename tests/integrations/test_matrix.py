@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 
 from megacp.distributed.collectives import all_reduce
+from megacp.huggingface.convert.families import FAMILIES, TRAINED_BY_THE_TRAINER
+from megacp.huggingface.convert.text_part import TEXT_PARTS
 from megacp.integrations.context import context_parallel
 from megacp.integrations.loop import shift_labels, sum_gradients
 from megacp.integrations.transformers import register_with_transformers
@@ -268,3 +270,10 @@ def test_no_model_is_silently_wrong_and_the_page_has_the_table_that_is_found() -
 
 if __name__ == "__main__":
     print(table(run_ranks(compared, 2, timeout=300)[0]))
+
+
+def test_the_converter_names_the_trainer_for_exact_types_it_does_not_convert() -> None:
+    exact = {row.name for row in MODELS if row.found.startswith(EXACT)}
+    named = {*TRAINED_BY_THE_TRAINER}
+    assert named <= exact - {*FAMILIES, *TEXT_PARTS}
+    assert {"deepseek_v3", "qwen3_next", "gpt2"} <= named

@@ -200,3 +200,14 @@ def test_a_device_is_found_by_its_name_and_has_its_own_memory(name: str, row: st
 def test_a_run_knows_the_flags_of_a_layout_that_a_plan_chooses() -> None:
     chosen = {flag(name) for name in fields_chosen(RunConfig())}
     assert chosen == {*map(flag, LAYOUT_FIELDS), "--dtype"}
+
+
+def test_a_plan_for_data_that_is_not_there_names_the_flag(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["--world-size", "2", "--data-path"]
+    missing = str(tmp_path / "none")
+    assert command.main([*asked, missing]) == 2
+    assert f"error: --data-path {missing}: there is no such folder" in capsys.readouterr().err
+    assert command.main([*asked, "x", missing]) == 2
+    assert capsys.readouterr().err.startswith("error: --data-path ")

@@ -126,6 +126,11 @@ def test_records_are_answered_in_their_order_beside_what_was_expected(
     )
     assert asked(folder, "seeing", "--input", tmp_path / "r.jsonl", *more, "--overwrite") == 0
     assert [json.loads(line)["id"] for line in out.read_text().splitlines()] == ["1", "0"]
+    # an array on one line: each record has its number, not the number of its line
+    unnamed = [{k: v for k, v in record.items() if k != "id"} for record in records]
+    (tmp_path / "r.json").write_text(json.dumps(unnamed))
+    assert asked(folder, "seeing", "--input", tmp_path / "r.json", *more, "--overwrite") == 0
+    assert [json.loads(line)["id"] for line in out.read_text().splitlines()] == ["1", "2"]
 
 
 def test_a_terminal_that_is_closed_or_a_reader_that_goes_ends_it_in_silence(
@@ -173,6 +178,20 @@ def test_flags_that_contradict_each_other_are_refused(capsys: pytest.CaptureFixt
         with pytest.raises(SystemExit, match="2"):
             generate.main(["--checkpoint", "x", "--tokenizer", "byte", *more.split()])
         assert named in capsys.readouterr().err.partition("error: ")[2]
+
+
+def test_a_checkpoint_that_is_none_is_named_before_anything_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    for path, told in (
+        (str(tmp_path / "none"), "none: the folder does not exist"),
+        (str(tmp_path / "file"), "file is a file: give the folder of --save"),
+        ("org/model", "hf download org/model --local-dir model"),
+    ):
+        assert generate.main(["--checkpoint", path, "--prompt", "a"]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"error: --checkpoint {path}") and told in said
 
 
 @pytest.mark.slow

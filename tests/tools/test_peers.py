@@ -145,6 +145,18 @@ def test_a_running_mean_is_of_the_last_twenty_losses() -> None:
     assert running_mean([3.0, 1.0]) == [3.0, 2.0]
 
 
+def test_a_log_that_does_not_exist_is_explained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "log.jsonl"
+    assert main(["--log", str(path), "--output", str(tmp_path / "loss.png")]) == 2
+    told = capsys.readouterr().err
+    assert f"--log {path}: no such file; a run with --save FOLDER writes FOLDER/log.jsonl" in told
+    assert "Errno" not in told
+    assert main(["--log", str(tmp_path), "--output", str(tmp_path / "loss.png")]) == 2
+    assert f"--log {tmp_path} is a folder; a run writes log.jsonl" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_log_with_notes_has_its_curves(tmp_path: Path) -> None:
     write(tmp_path / "log.jsonl")

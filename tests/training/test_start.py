@@ -19,19 +19,23 @@ import numpy as np
 import pytest
 
 from megacp import train
+from megacp.distributed.shape import GridShape
 from megacp.engine.config.cli import given_names, parse
 from megacp.engine.config.run import RunConfig, fields, flag, with_values
+from megacp.engine.config.training import TrainingConfig
 from megacp.plan import command
 from megacp.train import main, plan_of
 from megacp.training.checkpoint.commit import load_checkpoint
 from megacp.training.checkpoint.directory import MANIFEST_FILE, checksum_of
 from megacp.training.loop.equal_start import MAY_DIFFER, require_equal_start, statement
+from megacp.training.loop.reporting import heading, rate_warning
 from megacp.training.loop.sources import open_sources, with_stored_length
 from megacp.training.loop.stored import stored_config, with_stored_model
 from megacp.training.start import processes, script
 from megacp.training.start.help import FIRST_FIELDS
 from megacp.training.start.launch import Rendezvous, World
 from tests.distributed.test_grid import at_once
+from tests.ranks import grid
 from tests.training.checkpoint.test_commit import WORLD
 from tests.training.data.datasets import random_packs, write_dataset
 from tests.training.runs import TINY, losses, run
@@ -425,7 +429,12 @@ def test_nproc_checks_in_one_process_and_then_starts_ranks(
     )
     flags = ["--nproc", "2", "--context-parallel-size", "2", "--vocab-size", "64"]
     assert main([*flags, "--data-path", str(tmp_path / "none")]) == 2
-    assert capsys.readouterr().err.rstrip().endswith("has no manifest.json") and not started
+    told = capsys.readouterr().err
+    assert f"--data-path {tmp_path / 'none'} does not exist: there is no such folder" in told
+    assert not started
+    assert main([*flags, "--data-path", str(tmp_path)]) == 2
+    assert f"--data-path {tmp_path} has no manifest.json, so it is" in capsys.readouterr().err
+    assert not started
     assert (
         main([*flags, "--num-attention-heads", "3"]) == 2
         and main(["--nproc", "two"]) == 2
@@ -575,7 +584,7 @@ def test_an_epoch_is_as_many_samples_as_there_are_packs_in_all_parts(
     flags += ["--data-path", "0.9", packed(tmp_path / "a", 3), "0.1", packed(tmp_path / "b", 7)]
     config, note = with_stored_length(parse(flags), given_names(flags), given_names(flags))
     assert config.training.train_iters == steps and (
-        f"{steps} updates of 1 pack, 0 of" in note
+        f"{steps} updates of 1 pack, too few" in note
     ) == (steps < 20)
     longer = with_values(config, {"train_epochs": None, "train_iters": 40})
     notes = [
@@ -589,6 +598,30 @@ def test_an_epoch_is_as_many_samples_as_there_are_packs_in_all_parts(
     )
     one = with_values(config, {"train_epochs": None, "train_iters": 1, "lr_warmup_iters": 0})
     assert (
-        "1 update of 1 pack, 0 of them" in (few := with_stored_length(one, (), ())[1])
+        "1 update of 1 pack, too few" in (few := with_stored_length(one, (), ())[1])
         and "lower" not in few
     )
+
+
+def test_a_dataset_folder_that_does_not_exist_is_named_as_such(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for name, words in (("none", "there is no such folder"), ("empty", "not a finished dataset")):
+        with pytest.raises(ValueError, match=f"--data-path {tmp_path / name}: .*{words}"):
+            open_sources(config_of(tmp_path / name, "balanced", 1))
+
+
+@pytest.mark.parametrize(("rate", "is_warned"), [(5.0, True), (0.11, True), (0.1, False)])
+def test_a_learning_rate_that_no_run_has_is_warned_about(rate: float, is_warned: bool) -> None:
+    lines = rate_warning(TrainingConfig(lr=rate))
+    assert [f"--lr {rate:g}, AdamW will probably diverge" in line for line in lines] == (
+        [True] * is_warned
+    )
+
+
+def test_the_first_line_of_a_run_has_the_number_of_ranks_that_share_experts() -> None:
+    routed = {"num_experts": 4, "moe_router_topk": 2, "expert_model_parallel_size": 2}
+    place = dataclasses.replace(grid(), shape=GridShape(dp=2, ep=2))
+    told = heading(with_values(RunConfig(), {"vocab_size": 64, **routed}), place)
+    assert told.startswith("2 ranks = pp 1 x dp 2 x cp 1 x tp 1, ep 2 on cpu")
+    told = heading(with_values(RunConfig(), {"vocab_size": 64}), grid())
+    assert told.startswith("1 rank = pp 1 x dp 1 x cp 1 x tp 1 on cpu")

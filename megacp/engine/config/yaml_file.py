@@ -11,6 +11,7 @@ import re
 import reprlib
 import typing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -167,6 +168,8 @@ def accepted_of_file(path: str) -> Translated:
 def _content(path: str) -> tuple[Any, str]:
     """Return the content of a `--config` file, and its name in messages."""
     source = f"--config {path}"
+    if Path(at_home(path)).is_dir():
+        raise ValueError(f"{source}: is a folder, but must be a YAML file")
     try:
         return load_yaml(read_regular(at_home(path), LARGEST_CONFIG), source), source
     except OSError as error:

@@ -19,6 +19,22 @@ FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}
 # Suffixes of tensors that are skipped: old files store tensors that the config determines.
 IGNORED_TENSORS = ("rotary_emb.inv_freq",)
 
+# Other types that the Trainer integration trains exactly, by the measurements of
+# docs/trl_and_accelerate.md.
+TRAINED_BY_THE_TRAINER = (
+    *("apertus", "arcee", "bamba", "biogpt", "bitnet", "cohere", "cohere2", "cohere2_moe", "cwm"),
+    *("deepseek_v2", "deepseek_v3", "diffllama", "ernie4_5", "exaone4", "falcon_h1"),
+    *("gemma4_text", "glm", "glm4", "gpt2", "gpt_neox", "granite", "granite_swa", "granitemoe"),
+    *("granitemoehybrid", "helium", "hunyuan_v1_dense", "lfm2", "lfm2_moe", "llama4_text"),
+    *("mimo_v2_flash", "nemotron", "nemotron_h", "olmo", "olmo_hybrid", "opt"),
+    *("persimmon", "phi", "phimoe", "qwen2_moe", "qwen3_next", "seed_oss", "stablelm"),
+    *("starcoder2", "vaultgemma", "zamba2"),
+)
+_ADVICE = (
+    ". The Trainer of transformers trains this type, and megacp.integrations shards its sequences "
+    "with shard_sequences(trainer, cp_size=N): see docs/trl_and_accelerate.md"
+)
+
 
 def of_config(content: Mapping[str, Any]) -> Family:
     """Return the family of a config.json. Raise ValueError if it is unknown."""
@@ -26,8 +42,10 @@ def of_config(content: Mapping[str, Any]) -> Family:
     name = content.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
         known = ", ".join([*FAMILIES, *TEXT_PARTS])
+        advice = _ADVICE if name in TRAINED_BY_THE_TRAINER else ""
         raise ValueError(
             f"config.json: model_type {name!r:.80} is not supported; supported types are {known}"
+            f"{advice}"
         )
     return FAMILIES[name]
 

@@ -139,8 +139,17 @@ class SafetensorsFolder:
         if single and several:
             raise ValueError(f"{self.folder} has both {SINGLE} and {INDEX}; remove one of them")
         if not single and not several:
+            pickled = sorted(path.name for path in self.folder.glob("*.bin"))
+            advice = ""
+            if pickled:
+                advice = (
+                    f" ({wording.listed(pickled, 3)}). To convert a model that you trust: "
+                    f"AutoModelForCausalLM.from_pretrained({str(self.folder)!r})"
+                    ".save_pretrained(FOLDER)"
+                )
             raise ValueError(
                 f"{self.folder} has neither {SINGLE} nor {INDEX}; pickled files are not supported"
+                f"{advice}"
             )
         if single:
             return {}
@@ -166,8 +175,13 @@ class SafetensorsFolder:
             # The library would fail later, when it reads a missing tensor.
             require_complete(self.folder / name)
             file = safetensors.safe_open(self.folder / name, "pt")
-        except (OSError, safetensors.SafetensorError) as error:
+        except OSError as error:
             raise ValueError(f"{self.folder / name} cannot be read: {error}") from error
+        except safetensors.SafetensorError as error:
+            raise ValueError(
+                f"{self.folder / name} cannot be read: it is damaged, or not a safetensors file "
+                f"({error}); download it again"
+            ) from error
         self.files[name] = file
         for tensor in file.keys():
             # Tensors of a vision tower may have any dtype if only the text model is read.

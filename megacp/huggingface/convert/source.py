@@ -53,6 +53,7 @@ from megacp.prepare.media.processor_files import FolderRules
 from megacp.prepare.tokenize.beside import OLDER_NAME, TEMPLATE_FOLDER, TEMPLATE_NAMES, read_object
 from megacp.prepare.tokenize.tokenizer import load_tokenizer, tokenizer_files
 from megacp.storage import wording
+from megacp.storage.hub import no_such_folder
 from megacp.training.checkpoint.commit import LoadedCheckpoint, load_checkpoint
 from megacp.training.checkpoint.directory import MANIFEST_FILE, is_step_name
 from megacp.training.data.vision.decoding import RULES, rules_from_dict
@@ -605,7 +606,7 @@ def refuse_embedded_adapter(path: Path, applied: Path | None = None) -> None:
 def refuse_other_input(path: Path, kind: str) -> None:
     """Raise ValueError if `path` is not a folder of this kind (`hf` or `megacp`)."""
     if not path.exists():
-        raise ValueError("the folder does not exist")
+        raise ValueError(no_such_folder(path))
     if not path.is_dir():
         raise ValueError("this is a file, expected a folder")
     # Recognise the other kinds of folders, for a helpful message.
@@ -616,7 +617,10 @@ def refuse_other_input(path: Path, kind: str) -> None:
         if ADAPTER_CONFIG in names:
             advice = "; this is an adapter: use --load-hf MODEL and --load-adapter ADAPTER"
         elif is_checkpoint:
-            advice = "; this is a megacp checkpoint: use --from megacp"
+            advice = (
+                "; this is a megacp checkpoint: train it with --load, or convert it with "
+                "--from megacp --to hf"
+            )
         raise ValueError(f"the folder has no {CONFIG}{advice}")
     if kind == "megacp" and not is_checkpoint and CONFIG in names:
         raise ValueError(

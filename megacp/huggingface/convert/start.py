@@ -36,6 +36,7 @@ from megacp.huggingface.convert.source import (
 from megacp.huggingface.convert.tables import EMBEDDING, HEAD, shapes_of
 from megacp.huggingface.convert.tensors import Source, in_dtype
 from megacp.prepare.tokenize.tokenizer import load_tokenizer, tokenizer_files
+from megacp.storage.hub import no_such_folder
 from megacp.storage.place import Place
 from megacp.storage.url import Url
 from megacp.training.checkpoint.weights import TensorRows
@@ -194,8 +195,16 @@ def _adapter(config: RunConfig, loaded: Loaded, given: Collection[str]) -> Adapt
     Raise ValueError if it is invalid, or if one of the flags `given` contradicts it.
     """
     path = config.checkpoint.load_adapter
+    folder = Path(str(path))
+    if not folder.is_dir():
+        raise ValueError(f"--load-adapter {path}: {no_such_folder(folder)}")
+    if not (folder / ADAPTER_CONFIG).exists():
+        raise ValueError(
+            f"--load-adapter {path}: the folder has no {ADAPTER_CONFIG}, so it is not an adapter "
+            "of peft"
+        )
     try:
-        adapter = Adapter(Path(str(path)), loaded.family, loaded.values)
+        adapter = Adapter(folder, loaded.family, loaded.values)
     except (ValueError, OSError) as error:
         raise ValueError(f"--load-adapter {path}: {error}") from error
     flags = flatten(config)
@@ -238,6 +247,11 @@ def open_start(config: RunConfig, given: Collection[str]) -> tuple[RunConfig, Fo
     source = loaded.source
     known: dict[str, int] = {}
     notes = loaded.notes("dtype" in given)
+    if not sha256:
+        notes.append(
+            f"{folder} has no tokenizer files, so its token ids could not be compared with those "
+            "of --data-path"
+        )
     files = {f"--load-hf {name}": folder / name for name in loaded.files}
     tower: Loaded | None = None
     if vision is not None:

@@ -224,6 +224,9 @@ class DatasetManifest:
                     f"one from records with tools/preprocess_data.py build --input {directory} "
                     "--output DIR ..."
                 ) from error
+            # in a store of objects, there are no folders to look for
+            if isinstance(path, Path) and not path.parent.exists():
+                raise ValueError(f"{directory}: there is no such folder") from error
             raise ValueError(
                 f"{path}: no such file, so this is not a finished dataset; check the path, and "
                 "whether the build or upload was interrupted"

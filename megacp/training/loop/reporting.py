@@ -10,6 +10,7 @@ from megacp.attention.context_parallel.balance import row_area
 from megacp.distributed.collectives import all_gather
 from megacp.distributed.grid import Axis, ProcessGrid
 from megacp.engine.config.run import RunConfig, flatten
+from megacp.engine.config.training import TrainingConfig
 from megacp.engine.models.costs import run_parameters, text_flops, trained_parameters, vision_flops
 from megacp.engine.models.pair_words import describe_pairs, parts_without_pairs
 from megacp.engine.rows.mix import mix_of
@@ -22,6 +23,9 @@ from megacp.training.data.manifest import answers_told, thoughts_told
 from megacp.training.loop.sources import Sources
 from megacp.training.loop.state import Resumed, Start
 from megacp.training.monitor.log import LogTargets, RunLog
+
+# AdamW changes a weight by up to the rate per step, and few weights are larger than this.
+_LARGEST_LR = 0.1
 
 
 def row_flops(row: PlannedRow, config: RunConfig) -> float:
@@ -81,12 +85,25 @@ def heading(config: RunConfig, grid: ProcessGrid) -> str:
     shared = f" ({sharing} of dp x cp ranks shard {sharded})" if sharded and sharing > 1 else ""
     ranks = counted(shape.world_size, "rank")
     layout = f"pp {shape.pp} x dp {shape.dp} x cp {shape.cp} x tp {shape.tp}{shared}"
+    # ep is not a factor of the number of ranks: it divides the ranks of a stage a second time
+    if config.model.num_experts:
+        layout += f", ep {parallel.expert_model_parallel_size}"
     parameters = f"{human_count(run_parameters(config))} parameters{_trained(config)}"
     batch = counted(training.global_batch_size, "pack")
     return (
         f"{ranks} = {layout} on {grid.device.type}, {parameters} in {training.dtype}, "
         f"{batch} of up to {config.data.seq_length} tokens per step"
     )
+
+
+def rate_warning(training: TrainingConfig) -> list[str]:
+    """Return a line about a learning rate that only a mistake explains, or no line."""
+    if training.lr <= _LARGEST_LR:
+        return []
+    return [
+        f"warning: with --lr {training.lr:g}, AdamW will probably diverge; usual are 1e-6 to 1e-4 "
+        "to fine-tune, 1e-4 to 1e-3 with --lora-rank, and 1e-4 to 1e-2 for random weights"
+    ]
 
 
 def opening_lines(
@@ -98,7 +115,8 @@ def opening_lines(
     resumed: Resumed | None,
 ) -> list[str]:
     """Return log lines about the layout, the data, the starting point and changed flags."""
-    lines = [heading(config, grid), *parts_without_pairs(config), *chosen]
+    lines = [heading(config, grid), *rate_warning(config.training)]
+    lines += [*parts_without_pairs(config), *chosen]
     source = sources.train
     answers = answers_told(sources.answer_forms)
     if answers:

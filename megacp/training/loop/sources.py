@@ -249,7 +249,9 @@ def with_stored_length(
     is_short = steps < _FEW_UPDATES or warmup > steps / 2
     if manifests and is_short and progress(config) == (0, 0):
         batch = training.global_batch_size
-        few = f"{counted(steps, 'update')} of {counted(batch, 'pack')}, {warmup} of them to warm up"
+        few = f"{counted(steps, 'update')} of {counted(batch, 'pack')}"
+        if warmup:
+            few += f", {warmup} of them to warm up"
         lower = []
         if batch > rows_at_once:
             lower.append("--global-batch-size")

@@ -261,7 +261,10 @@ def _other_run(
         other = (
             "different datasets or weights" if isinstance(path, tuple) else "a different dataset"
         )
-        reasons.append(f"{loaded.path} was trained on {other} than --data-path {shown_path(path)}")
+        reasons.append(
+            f"{loaded.path} was trained on {other} than --data-path {shown_path(path)}: resume "
+            "with the same data, or use --load with --finetune to start at step 0 with its weights"
+        )
     if was.seed != state.seed:
         reasons.append(
             f"{loaded.path} was trained with --seed {was.seed}, but this run has --seed "

@@ -105,6 +105,7 @@ def test_every_field_can_be_given_as_a_flag() -> None:
         (["--config"], "--config needs the path"),
         (["--seed", "1", "--config", "--lr", "2"], "--config needs the path"),
         (["--config", "none.yaml"], "--config none.yaml: cannot be read"),
+        (["--config", "/"], "--config /: is a folder, but must be a YAML file"),
     ],
 )
 def test_an_unknown_flag_and_a_missing_file_are_refused(argv: list[str], told: str) -> None:
@@ -759,7 +760,7 @@ def test_paths_are_looked_at_except_in_a_dry_run(
         "valid_data_path": ("1", "v", "x", "w"),
     }
     reasons = check(with_values(GOOD, blends), 1)
-    assert [reason.split(" has ")[0] for reason in reasons if "no_" in reason] == [
+    assert [reason.split(" does not exist: ")[0] for reason in reasons if "no_" in reason] == [
         f"--data-path no_{name}" for name in "ac"
     ]
     assert any(

@@ -63,7 +63,10 @@ def test_shards_hold_each_tensor_once_and_the_library_reads_them(
 
 def test_a_folder_that_is_not_whole_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"has neither .*pickled files are not supported"):
+    advice = (
+        r"has neither .*pickled files are not supported \(pytorch_model.bin\). .*save_pretrained"
+    )
+    with pytest.raises(ValueError, match=advice):
         hf_files.SafetensorsFolder(tmp_path)
     hf_files.write_tensors(source_of(torch.float32), tmp_path, 100, ONE)
     index = json.loads((tmp_path / hf_files.INDEX).read_text())

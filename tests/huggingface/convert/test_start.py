@@ -16,12 +16,13 @@ from transformers.optimization import get_scheduler
 
 from megacp.distributed.grid import build_grid
 from megacp.distributed.shape import GridShape
+from megacp.engine.config.cli import parse
 from megacp.engine.config.training import TrainingConfig
 from megacp.engine.data_parallel.boxes import TensorBox
 from megacp.engine.models import init
 from megacp.engine.optim.lr_schedule import learning_rate
 from megacp.huggingface.convert.source import CheckpointSource, read_hf
-from megacp.huggingface.convert.start import FolderStart
+from megacp.huggingface.convert.start import FolderStart, open_start
 from megacp.huggingface.convert.tensors import whole
 from megacp.huggingface.convert.tokenizer import write_tokenizer
 from megacp.huggingface.convert_command import main as convert
@@ -557,3 +558,63 @@ def test_a_tower_that_does_not_fit_is_refused(
         ["--load-hf", str(tower), "--vision-from-hf", "none"], capsys
     )
     assert "needs --load-hf" in refused(["--vision-from-hf", "none"], capsys)
+
+
+def test_a_name_on_the_hub_is_refused_with_the_command_that_downloads_it(
+    data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = refused(["--load-hf", "Qwen/Qwen3-0.6B", "--data-path", str(data)], capsys)
+    assert "--load-hf Qwen/Qwen3-0.6B: the folder does not exist" in told
+    assert "hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B" in told
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_trained"), [("deepseek_v3", True), ("gpt2", True), ("t5", False)]
+)
+def test_an_unknown_type_is_sent_to_the_trainer_if_that_trains_it(
+    kind: str, is_trained: bool, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    content = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**content, "model_type": kind}))
+    told = refused(["--load-hf", str(copy)], capsys)
+    assert f"model_type '{kind}' is not supported; supported types are " in told
+    assert ("shard_sequences(trainer, cp_size=N)" in told) == is_trained
+
+
+def test_a_folder_without_a_tokenizer_is_trained_with_a_note(folder: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    for place, is_noted in ((folder, False), (copy, True)):
+        if is_noted:
+            (copy / "tokenizer.json").unlink()
+        *_, note = open_start(parse(["--load-hf", str(place)]), {"load_hf"})
+        line = f"{place} has no tokenizer files, so its token ids could not be compared"
+        assert (line in note) == is_noted
+
+
+def test_an_adapter_folder_that_is_none_is_refused_without_an_error_number(
+    folder: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start = ["--load-hf", str(folder), "--data-path", str(data), "--load-adapter"]
+    told = refused([*start, str(tmp_path / "none")], capsys)
+    assert f"--load-adapter {tmp_path / 'none'}: the folder does not exist" in told
+    told = refused([*start, str(tmp_path)], capsys)
+    assert f"--load-adapter {tmp_path}: the folder has no adapter_config.json" in told
+    assert "hf download org/lora --local-dir lora" in refused([*start, "org/lora"], capsys)
+
+
+def test_a_checkpoint_given_as_a_model_folder_is_sent_to_load(
+    folder: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "step_0000001").mkdir()
+    told = refused(["--load-hf", str(tmp_path), "--data-path", str(data)], capsys)
+    assert "this is a megacp checkpoint: train it with --load, or convert it" in told
+
+
+def test_a_damaged_header_is_to_be_downloaded_again(
+    folder: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    (copy / "model.safetensors").write_bytes(b"\xff" * 3000)
+    told = refused(["--load-hf", str(copy), "--data-path", str(data)], capsys)
+    assert "it is damaged, or not a safetensors file" in told and "download it again" in told
