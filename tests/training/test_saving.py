@@ -232,7 +232,7 @@ def test_finetuning_takes_weights_alone_and_any_seed_and_dataset(
     assert losses(tmp_path / "of_base") == losses(tmp_path / "of_bare")
     assert sorted(losses(tmp_path / "of_base")) == [1, 2, 3, 4]
     assert main([*base, "--load", str(tmp_path / "bare")]) == 2
-    assert "add --finetune to start from them" in capsys.readouterr().err
+    assert "add --finetune to start from the weights" in capsys.readouterr().err
     assert (
         main(
             [*base, *other, "--load", str(tmp_path / "base"), "--finetune", "--rotary-base", "500"]

@@ -99,7 +99,7 @@ def test_validation_leaves_training_as_it_was_and_does_not_depend_on_the_grid(
     [
         (["--load", "nowhere"], "--load nowhere"),
         (["--tensor-model-parallel-size", "3"], "--tensor-model-parallel-size"),
-        (["--sequence-lenght", "64"], "did you mean --seq-length"),
+        (["--seq-lenght", "64"], "did you mean --seq-length"),
         (["--data-path", "nowhere"], "--data-path nowhere"),
         (["--global-batch-size", "3", "--micro-batch-size", "2"], "--global-batch-size 3"),
     ],
@@ -134,7 +134,7 @@ def test_another_seed_or_dataset_than_the_checkpoints_is_refused(
     assert main([*words, *load, "--seed", "7"]) == 2
     assert "--seed 1234" in capsys.readouterr().err
     assert main([*words, *load, "--data-path", str(packed_dataset)]) == 2
-    assert "another dataset" in capsys.readouterr().err
+    assert "a different dataset" in capsys.readouterr().err
 
 
 @pytest.mark.slow
