@@ -139,7 +139,7 @@ def test_local_ranks_behind_the_first_are_silent() -> None:
 
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMANDS = ("train", "preprocess", "convert", "generate", "parity", "plan", "plot")
+COMMANDS = ("finetune", "train", "preprocess", "convert", "generate", "parity", "plan", "plot")
 SIZES = (
     "--num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 2 --seq-length 64"
 )
@@ -247,7 +247,7 @@ def test_the_wheel_holds_every_module_and_a_program_for_each_command(wheel: Path
         )
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "megacp").rglob("*.py")}
     assert {name for name in names if name.endswith(".py")} == modules
-    assert programs.keys() == {f"megacp-{name}" for name in COMMANDS}
+    assert programs.keys() == {"megacp", *(f"megacp-{name}" for name in COMMANDS)}
     assert all(
         f"{target.partition(':')[0].replace('.', '/')}.py" in names for target in programs.values()
     )

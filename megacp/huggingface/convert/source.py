@@ -236,7 +236,7 @@ def read_hf(path: Path, flag: str = "--input", adapter: Path | None = None) -> L
     """
     try:
         # Checks that need no parsing come first.
-        refuse_other_input(path, "hf")
+        refuse_other_input(path, "hf", trains=flag == "--load-hf")
         refuse_embedded_adapter(path, adapter)
         return _of_folder(path)
     except (ValueError, OSError) as error:
@@ -603,8 +603,11 @@ def refuse_embedded_adapter(path: Path, applied: Path | None = None) -> None:
     )
 
 
-def refuse_other_input(path: Path, kind: str) -> None:
-    """Raise ValueError if `path` is not a folder of this kind (`hf` or `megacp`)."""
+def refuse_other_input(path: Path, kind: str, trains: bool = False) -> None:
+    """Raise ValueError if `path` is not a folder of this kind (`hf` or `megacp`).
+
+    `trains` says whether a training run reads the folder, rather than a conversion.
+    """
     if not path.exists():
         raise ValueError(no_such_folder(path))
     if not path.is_dir():
@@ -617,10 +620,11 @@ def refuse_other_input(path: Path, kind: str) -> None:
         if ADAPTER_CONFIG in names:
             advice = "; this is an adapter: use --load-hf MODEL and --load-adapter ADAPTER"
         elif is_checkpoint:
-            advice = (
-                "; this is a megacp checkpoint: train it with --load, or convert it with "
-                "--from megacp --to hf"
-            )
+            advice = "; this is a megacp checkpoint: "
+            if trains:
+                advice += "train it with --load, or convert it with --from megacp --to hf"
+            else:
+                advice += "use --from megacp"
         raise ValueError(f"the folder has no {CONFIG}{advice}")
     if kind == "megacp" and not is_checkpoint and CONFIG in names:
         raise ValueError(

@@ -137,6 +137,8 @@ def test_a_flag_that_is_named_anywhere_exists_and_its_help_says_its_default() ->
         path.read_text()
         for room in ("megacp", "tools", "bench")
         for path in (root / room).rglob("*.py")
+        # the variables of style sheets have two dashes, too
+        if path.name not in ("page.py", "picture.py", "inspect_page.py")
     )
     real |= {*re.findall(r'\badd(?:_argument)?\(\s*"--([a-z-]+)"', text)}
     assert {*re.findall(r"(?<![\w-])--([a-z][\w-]*\w)", text)} - real == set()
