@@ -1,4 +1,4 @@
-r"""Fine-tune a model on a file, and write a folder that transformers opens.
+r"""Fine-tune a model on one or more files, and write a folder that transformers can load.
 
     megacp finetune Qwen3-0.6B chats.json --output my-model
     megacp finetune Qwen/Qwen3-0.6B chats.json more.parquet --output my-model --train-epochs 2
@@ -7,11 +7,11 @@ r"""Fine-tune a model on a file, and write a folder that transformers opens.
 MODEL is a folder or a name on the Hugging Face Hub. DATA are files of records: conversations,
 questions with answers, captioned images, or texts. The command chooses the row length, the batch,
 the learning rate, the parallel layout and, if the memory is too small for full training, LoRA
-adapters. It prints its choices and the three commands that it runs. Each of their flags may follow
-and replaces a choice. The same command again resumes a run that was stopped.
+adapters. It prints its choices and the three commands that it runs. Append any flag of these
+commands to override a choice. Run the same command again to resume a run that was stopped.
 
-The output folder contains packs/ (the tokenized data), checkpoints/ (of the training) and model/
-(the result, with the tokenizer).
+The output folder contains packs/ (the tokenized data), checkpoints/ (saved during training) and
+model/ (the result, with the tokenizer).
 """
 
 from __future__ import annotations
@@ -37,12 +37,14 @@ def finetune_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="megacp finetune MODEL DATA [DATA ...] --output FOLDER [OPTIONS]",
         epilog="All flags of `megacp-preprocess build`, `megacp-train` and `megacp-convert` are "
-        "accepted, too. --export-dtype is the --dtype of the exported weights.",
+        "accepted, too. --dtype sets the dtype of training, and --export-dtype that of the "
+        "exported weights.",
         allow_abbrev=False,
     )
     add = parser.add_argument
     add("--output", required=True, type=path_text, metavar="FOLDER", help="folder to write")
-    add("--nproc", type=int, metavar="N", help="number of GPUs or CPU ranks (default: all GPUs)")
+    ranks = "number of GPUs or CPU ranks (default: all GPUs, or one CPU rank per core, at most 8)"
+    add("--nproc", type=int, metavar="N", help=ranks)
     add(
         "--verify",
         action=argparse.BooleanOptionalAction,

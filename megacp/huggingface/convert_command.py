@@ -78,7 +78,8 @@ def convert_parser() -> argparse.ArgumentParser:
     add(
         "--verify",
         action="store_true",
-        help="check --output against --input: compare tensors, and logits with transformers",
+        help="check --output: compare its tensors with those of --input, and its logits with those "
+        "of transformers",
     )
     add(
         "--tokenizer",
@@ -111,7 +112,7 @@ def convert_parser() -> argparse.ArgumentParser:
     add(
         "--base-model",
         metavar="NAME",
-        help="name of the base model to write to the adapter, for --to peft (default: the run's "
+        help="base model to name in the adapter's config, for --to peft (default: the run's "
         "--load-hf)",
     )
     add(

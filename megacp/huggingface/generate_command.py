@@ -52,7 +52,7 @@ from megacp.training.monitor.console import ends_with_its_reader, say, warn
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the flags. Exit with one message that lists every invalid flag."""
-    parser = OneLineParser(description="Generate text from a checkpoint of any device grid.")
+    parser = OneLineParser(description="Generate text from a checkpoint saved on any device grid.")
     add = parser.add_argument
     add(
         "--checkpoint",

@@ -225,9 +225,9 @@ def _block_of_inputs(
     unusable = labels is None if towers else bool(strange)
     if ids is None or ids.dim() != 2 or unusable:
         raise ValueError(
-            "a sharded sequence needs input_ids [B, S], with images also labels, and may have "
-            f"{', '.join(list(_PAD)[1:])}; unknown: {', '.join(strange) or 'other inputs'}, which "
-            "may need sharding: remove them"
+            "a sharded sequence needs input_ids [B, S], and labels if it has images; it may have "
+            f"{', '.join(list(_PAD)[1:])}. Remove inputs that are unknown, because they may need "
+            f"sharding: {', '.join(strange) or 'other inputs'}"
         )
     _refuse_other_rows(axis, list(tensors.values()))
     if towers:

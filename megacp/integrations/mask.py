@@ -139,9 +139,9 @@ def _numbers_in_document(documents: np.ndarray) -> np.ndarray:
 
 
 def in_batch(places: np.ndarray, batch: int, length: int) -> np.ndarray:
-    """Return indices in the concatenated batch, `[ranks, batch * s]`, for indices in its rows.
+    """Convert indices within rows to indices into the concatenated batch, `[ranks, batch * s]`.
 
-    `places` is `[1 or batch, ranks, s]`.
+    `places`, `[1 or batch, ranks, s]`, has the indices within rows.
     """
     start = np.arange(batch)[:, None, None] * length
     moved = np.broadcast_to(places, (batch, *places.shape[1:])) + start

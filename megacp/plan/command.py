@@ -1,4 +1,4 @@
-"""Find the fastest parallel layout that fits a model and its packs on a number of GPUs.
+"""Find the fastest parallel layout with which a model and its packs fit on N GPUs.
 
     megacp-plan --gpu h100 --world-size 8 --load-hf Qwen3-8B --data-path data/chat \\
         --output best.yaml
@@ -184,7 +184,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
     )
     kinds = (
-        f"{', '.join(GPUS)}; a file written by `calibrate`; or here, for this machine's device and "
+        f"{', '.join(GPUS)}; a file written by `calibrate`; or `here`: this machine's device and "
         "the dtype of the run"
     )
     parser.add_argument(
@@ -211,7 +211,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--html",
         type=Path,
-        help="write an HTML page with the five best parallel layouts and memory during a step",
+        help="write an HTML page with the five best parallel layouts, and the memory of the best "
+        "one during a step",
     )
     parser.add_argument(
         "--overwrite",

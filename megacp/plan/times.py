@@ -550,7 +550,7 @@ def _turns(spans: Sequence[Sequence[Span]], cores: float) -> float:
 def kind_seconds(config: RunConfig, forward: _Part, backward: _Part) -> Mapping[Kind, float]:
     """Return the seconds of each kind of action on a stage, for the timeline.
 
-    Weight gradients take half of the work in a backward pass, and at most that of a forward pass.
+    Weight gradients take half the work of a backward pass, but no more than a forward pass.
     """
     defers = config.parallel.defers_weight_gradients
     weights = min(forward.work, backward.work / 2) if defers else 0.0

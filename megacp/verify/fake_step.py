@@ -137,7 +137,7 @@ class Watch(TorchDispatchMode):
             self.category = before
 
     def chain(self, graph: Any, inputs: Sequence[Any]) -> Any:
-        """Return `graph` as a function whose results are counted, but not its other tensors.
+        """Return `graph` as a function. Its results are counted, but its other tensors are not.
 
         This method is the backend of `torch.compile`.
         """

@@ -168,7 +168,7 @@ class HostMask:
 
 
 def padded(length: int, size: int) -> int:
-    """Return the number of tokens in the whole blocks that contain `length` tokens."""
+    """Return `length` rounded up to a whole number of blocks, in tokens."""
     return -(-length // size) * size
 
 

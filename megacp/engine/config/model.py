@@ -374,8 +374,8 @@ class ModelConfig:
 
     # LoRA
     lora_rank: NotNegative[int] = 0
-    """Rank of the LoRA adapters to train on a frozen model: y = x W + alpha / rank x A B. The model
-    comes from --load-hf, or from --load with --finetune. 0 trains the model itself."""
+    """Rank of the LoRA adapters to train on a frozen model: y = x W + (alpha / rank) * (x A B). The
+    model comes from --load-hf, or from --load with --finetune. 0 trains the model itself."""
 
     lora_alpha: AboveZero[float | None] = None
     """LoRA alpha: adapters are scaled by alpha / rank. None means --lora-rank, which gives a scale

@@ -109,8 +109,8 @@ class ParallelConfig:
     cp_layout: Literal["zigzag", "zigzag_document", "contiguous", "balanced", "auto"] = "zigzag"
     """How each row's tokens are placed on cp ranks. zigzag cuts the row into 2 x cp slices, and
     zigzag_document cuts each document. contiguous gives every rank one slice. balanced gives every
-    rank the same number of tokens and the same attention work, for any mask. auto is chosen
-    together with --cp-comm-type."""
+    rank the same number of tokens and the same attention work, for any mask. auto chooses the
+    layout together with --cp-comm-type auto."""
 
     dynamic_context_parallel: bool = False
     """Distribute the packs of all dp ranks together across dp x cp ranks: short documents stay on a

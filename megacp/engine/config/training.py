@@ -234,7 +234,7 @@ class CheckpointConfig:
     """Flags for checkpoints, and for other weights to start from."""
 
     save: PathOf[str | None] = None
-    """Directory for checkpoints, or a URL such as s3://bucket/run (needs the extra `store`). The
+    """Directory for checkpoints, or a URL such as s3://bucket/run (needs the `store` extra). The
     run also saves when it ends and on SIGTERM."""
 
     # Start of a run. `checks.py` refuses conflicting flags, such as --load with --load-hf.

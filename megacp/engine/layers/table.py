@@ -231,7 +231,7 @@ class LayerKind:
     """
 
     def tensors(self, model: ModelConfig, layer: str) -> Iterator[Tensor]:
-        """Yield all tensors of this kind in `layer`, such as `layers.3`."""
+        """Yield all tensors of this kind in the layer named `layer` (such as `layers.3`)."""
         for name, linear in self.linears(model).items():
             yield from linear.tensors(f"{layer}.{self.name}.{name}")
         for tensor in self.others(model):

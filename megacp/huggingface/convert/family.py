@@ -86,7 +86,7 @@ class Family:
     """
 
     def distance(self, values: Values) -> tuple[int, int] | None:
-        """Return the number of settings that differ from `fits`: those in `_KINDS`, and all.
+        """Return how many settings differ from `fits`: of those in `_KINDS`, and of all.
 
         Return None if `fits` is empty. A family fits if its distance is (0, 0); the family with the
         smallest distance is the nearest.

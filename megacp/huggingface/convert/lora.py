@@ -167,7 +167,7 @@ def _joined(pairs: Pairs, family: Family, values: Values) -> Iterator[tuple[str,
 
 
 def _stem(named: Named) -> str:
-    """Return the name of a weight's linear, with a dot."""
+    """Return the name of a weight's linear layer, with a trailing dot."""
     return named.name.removesuffix("weight")
 
 

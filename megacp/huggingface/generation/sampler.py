@@ -115,8 +115,8 @@ class Generator:
     ) -> Iterator[np.ndarray]:
         """Yield the new tokens of each prompt's answer, in order, int64.
 
-        Raise ValueError for a prompt that leaves no room for an answer in a row, with its name from
-        `names` or its number.
+        Raise ValueError if a prompt leaves no room for an answer in its row. The message has the
+        prompt's name from `names`, or its number.
         """
         # A row may not exceed the length of training rows.
         limit = self.config.data.seq_length

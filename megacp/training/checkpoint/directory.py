@@ -82,7 +82,7 @@ def to_json(manifest: CheckpointManifest) -> str:
 def read_manifest(folder: Place) -> CheckpointManifest:
     """Return the checked contents of a folder's `manifest.json`.
 
-    Raise ValueError that names the file if it is missing or damaged, and UnreachableError if the
+    Raise a ValueError that names the file if it is missing or damaged, and UnreachableError if the
     store cannot be reached.
     """
     path = folder / MANIFEST_FILE

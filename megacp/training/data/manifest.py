@@ -244,7 +244,7 @@ def thoughts_told(chat_template: dict[str, Any] | None) -> str:
     """Return a line with the numbers of learned answers with and without a thought.
 
     Return "" if no answer has a thought and the template's prompt does not open one. If the prompt
-    opens a thought, an answer without a thought is learned after the end of an empty one.
+    opens a thought, an answer without one is learned after an empty thought.
     """
     kept = chat_template or {}
     counts = [kept.get(name, 0) for name in THOUGHTS]  # [empty, real, none]

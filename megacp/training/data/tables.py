@@ -175,7 +175,7 @@ Python 3.11 (CPython issue 106905).
 def table_of(file: StoredFile, dtype: np.dtype, columns: int | None = None) -> np.ndarray:
     """Return the read-only table in an `.npy` file, [rows] or [rows, columns] of `dtype`.
 
-    Raise ValueError that names the file if it has other contents.
+    Raise a ValueError that names the file if it has other contents.
     """
     row_shape = () if columns is None else (columns,)
     data = file.whole()
@@ -203,7 +203,7 @@ class IndexedReader:
     def __init__(self, index_file: StoredFile, bin_file: StoredFile) -> None:
         """Read the index.
 
-        Raise ValueError that names the file if the index is damaged or belongs to another bin.
+        Raise a ValueError that names the file if the index is damaged or belongs to another bin.
         """
         self.bin = bin_file
         index = index_file.whole()

@@ -202,7 +202,7 @@ class JsonlSink:
                 self._line("run", resume_step, {})
 
     def write(self, kind: str, step: int, figures: Mapping[str, Number | None]) -> None:
-        """Write the figures of a step."""
+        """Write the metrics of a step."""
         values: dict[str, Number | str | None] = {}
         for name, value in figures.items():
             is_number = value is None or math.isfinite(value)
@@ -249,7 +249,7 @@ class TensorBoardSink:
         self.close = self._writer.close
 
     def write(self, kind: str, step: int, figures: Mapping[str, Number | None]) -> None:
-        """Write the figures of a step."""
+        """Write the metrics of a step."""
         for name, value in figures.items():
             if value is not None:
                 self._writer.add_scalar(f"{kind}/{name}", value, step)
@@ -272,7 +272,7 @@ class ProjectSink:
         self.close = self._run.finish
 
     def write(self, kind: str, step: int, figures: Mapping[str, Number | None]) -> None:
-        """Write the figures of a step."""
+        """Write the metrics of a step."""
         known = {f"{kind}/{name}": value for name, value in figures.items() if value is not None}
         self._run.log(known, step=step)
 
