@@ -226,8 +226,8 @@ def _block_of_inputs(
     if ids is None or ids.dim() != 2 or unusable:
         raise ValueError(
             "a sharded sequence needs input_ids [B, S], and labels if it has images; it may have "
-            f"{', '.join(list(_PAD)[1:])}. Remove inputs that are unknown, because they may need "
-            f"sharding: {', '.join(strange) or 'other inputs'}"
+            f"{', '.join(list(_PAD)[1:])}; unknown: {', '.join(strange) or 'other inputs'}. Remove "
+            "these inputs, because they may need sharding"
         )
     _refuse_other_rows(axis, list(tensors.values()))
     if towers:
