@@ -122,10 +122,11 @@ def _on_cpus(
 ) -> tuple[ChosenLayout | None, str]:
     """Return a layout for CPU ranks that fits in the machine's memory, and the reason if none does.
 
-    Ranks take different rows of a batch, and share each row if there are more ranks than rows.
+    Ranks take different rows of a batch, and share each row if there are more ranks than rows. Raise
+    ValueError if no layout is valid.
     """
     tried = ranks or default_ranks()
-    reason = ""
+    full = refused = ""
     while tried >= 1:
         world = launch.World(size=tried, local_size=tried)
         name, gib = launch.device_at_hand(world)
@@ -134,19 +135,22 @@ def _on_cpus(
             divided = with_values(config, values)
             problems = [*check(divided, tried), *backend_problems(divided, "cpu")]
             if problems:
-                reason = problems[0]
+                refused = problems[0]
                 continue
             needed = fullest(divided, tried).total / 2**30
             memory = _memory_text(needed, hardware)
             if needed <= hardware.memory:
                 return ChosenLayout(tried, values, memory, _in_words(divided, tried)), ""
-            reason = f"{counted(tried, 'CPU rank')} would not fit in memory ({memory})"
+            full = f"{counted(tried, 'CPU rank')} would not fit in memory ({memory})"
             break  # other divisions need about as much
         # The user's number of ranks stays; otherwise fewer ranks hold fewer copies of the weights.
         if ranks is not None:
             break
         tried //= 2
-    return None, reason
+    # Adapters save memory, but they mend no other fault of the flags.
+    if not full:
+        raise ValueError(refused)
+    return None, full
 
 
 def _divisions(config: RunConfig, given: frozenset[str], ranks: int) -> list[dict[str, Value]]:

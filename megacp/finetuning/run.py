@@ -98,13 +98,15 @@ def run_finetuning(request: FinetuneRequest) -> int:
     found = peek(output / CHECKPOINTS)
     step = 0 if found is None else found[1].step
     model = output / RESULT
-    if exported == step and (model / "config.json").is_file():
+    # Other flags of the export, such as --export-dtype, make another model of the same step.
+    wanted = {"step": step, "flags": list(export.words)}
+    if exported == wanted and (model / "config.json").is_file():
         say(f"{model} already has the model of step {step}")
     else:
-        # A model of an earlier step was written by this command, so it may be replaced.
+        # An earlier model was written by this command, so it may be replaced.
         shutil.rmtree(model, ignore_errors=True)
         run_command(export)
-        _write_record(request, step)
+        _write_record(request, wanted)
     for line in _closing(request, choices):
         say(line)
     return 0
@@ -120,7 +122,9 @@ def commands_of(request: FinetuneRequest, choices: Choices) -> tuple[Command, Co
     # Flags of the user come last, because the last value of a flag wins.
     build = ["build", "--input", *request.data, "--output", packs, "--tokenizer", folder]
     build += [*flag_words(choices.build), *words.build]
-    train = ["--nproc", str(choices.ranks)] if choices.ranks > 1 else []
+    train = []
+    if choices.ranks > 1:
+        train += ["--nproc", str(choices.ranks)]
     train += ["--load-hf", folder, "--data-path", packs, "--save", checkpoints, "--auto-resume"]
     train += [*flag_words(choices.train), *words.train]
     export = ["--from", "megacp", "--to", "hf", "--input", checkpoints]
@@ -257,8 +261,8 @@ def _choose_rate(choices: Choices) -> None:
 # ---- the output folder
 
 
-def _exported(request: FinetuneRequest) -> int | None:
-    """Return the step that an earlier run has exported to the output folder, or None.
+def _exported(request: FinetuneRequest) -> dict[str, Any] | None:
+    """Return step and flags of the model that an earlier run has exported, or None.
 
     Raise ValueError if the folder belongs to another model, other data, or another program.
     """
@@ -291,8 +295,8 @@ def _identity(request: FinetuneRequest) -> dict[str, Any]:
     return {"model": request.model, "data": list(request.data)}
 
 
-def _write_record(request: FinetuneRequest, exported: int | None) -> None:
-    """Write the model, the data and the exported step to the output folder."""
+def _write_record(request: FinetuneRequest, exported: dict[str, Any] | None) -> None:
+    """Write the model, the data, and step and flags of the export to the output folder."""
     content = {**_identity(request), "exported": exported}
     path = request.output / RECORD
     write_result("--output", path, (json.dumps(content, indent=1) + "\n").encode(), overwrite=True)

@@ -21,12 +21,32 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "if True:",
             "a run is started that does not fit in memory",
         ),
+        ("if not full:", "if False:", "adapters are tried for a fault of the flags"),
     ],
     ("megacp/finetuning/flags.py", CHOICES): [
         ("if name in build:", "if name in build - train:", "a common flag misses the build"),
     ],
     ("megacp/finetuning/data.py", CHOICES): [
         ('chosen["columns"] = columns', "pass", "the columns of a table are not read"),
+    ],
+    ("megacp/prepare/packs/lengths.py", CHOICES): [
+        (
+            "settings = checked(settings)",
+            "settings = settings",
+            "a tokenized dataset is measured by one of its files",
+        ),
+    ],
+    ("megacp/finetuning/run.py", "tests/finetuning/test_finetune.py"): [
+        (
+            "if exported == wanted and",
+            "if exported and exported['step'] == step and",
+            "another dtype of the export is ignored",
+        ),
+        (
+            '"--save", checkpoints, "--auto-resume"]\n    train +=',
+            '"--save", checkpoints]\n    train +=',
+            "the same command does not resume",
+        ),
     ],
     ("megacp/training/loop/sources.py", PAGES): [
         ("epochs = finetuning.EPOCHS", "epochs = 2.0", "pages promise another number of epochs"),

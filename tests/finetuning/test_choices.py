@@ -8,6 +8,7 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -186,6 +187,28 @@ def test_every_format_of_a_hundred_answers_has_the_same_tokens(
     assert data.build == columns.get(name, {})
 
 
+def test_a_tokenized_dataset_is_measured_by_its_prefix(model: Path, tmp_path: Path) -> None:
+    indexed = pytest.importorskip("megatron.core.datasets.indexed_dataset")
+    prefix = tmp_path / "book_text_document"
+    builder = indexed.IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.int32)
+    for length in 5, 300, 1:
+        builder.add_document(np.full(length, 7, np.int32), [length])
+    builder.finalize(f"{prefix}.idx")
+    for name in str(prefix), f"{prefix}.bin":
+        lengths = look_at([name], model, ["--no-append-eod", "--no-prepend-bos"], False).lengths
+        assert (lengths.documents, lengths.tokens, lengths.longest) == (3, 306, 300)
+
+
+@pytest.mark.parametrize("content", ["", "[]"])
+def test_a_file_without_records_is_refused_by_its_name(
+    model: Path, tmp_path: Path, content: str
+) -> None:
+    path = tmp_path / "empty.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=r"empty\.json contains no records"):
+        look_at([str(path)], model, [], False)
+
+
 def test_images_are_refused_for_a_model_without_a_vision_tower(model: Path, tmp_path: Path) -> None:
     path = tmp_path / "images.jsonl"
     path.write_text(json.dumps({"image": "a.png", "caption": "A cat."}) + "\n")
@@ -258,6 +281,13 @@ def test_a_model_that_does_not_fit_gets_lora_adapters_and_then_a_refusal(
     monkeypatch.setattr(layout.launch, "device_at_hand", lambda world: ("CPU", 0.001))
     with pytest.raises(ValueError, match="2 CPU ranks would not fit in memory"):
         layout.choose_layout(config, frozenset(), 2, [64])
+
+
+def test_a_fault_of_the_flags_is_named_and_adapters_are_not_tried_for_it() -> None:
+    config = parse([*SIZES, "--tensor-model-parallel-size", "3"])
+    with pytest.raises(ValueError, match="2 ranks is not a multiple of tp 3") as refused:
+        layout.choose_layout(config, frozenset({layout.TP}), 2, [64])
+    assert "lora" not in str(refused.value) and "memory" not in str(refused.value)
 
 
 def test_on_gpus_the_planner_chooses_the_layout(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,10 +47,14 @@ def test_one_command_trains_exports_and_resumes(
     # The same command has nothing to do; more steps continue, and replace the model.
     assert main(arguments) == 0
     assert "already has the model of step 30" in capfd.readouterr().out
-    longer = megacp.finetune(model, chats, output, nproc=2, train_iters=32, lr=0.01, verify=False)
+    longer = megacp.finetune(model, chats, output, nproc=1, train_iters=32, lr=0.01, verify=False)
     assert longer == output / "model"
     assert "step 32/32" in capfd.readouterr().out
-    assert json.loads((output / "finetune.json").read_text())["exported"] == 32
+    assert json.loads((output / "finetune.json").read_text())["exported"]["step"] == 32
+    # Another dtype of the export is another model of the same step.
+    megacp.finetune(model, chats, output, train_iters=32, lr=0.01, export_dtype="float16")
+    content = json.loads((output / "model" / "config.json").read_text())
+    assert content["dtype"] == "float16"
 
 
 def test_a_step_that_fails_ends_the_command_with_its_error(

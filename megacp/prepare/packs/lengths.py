@@ -6,10 +6,10 @@ import dataclasses
 import tempfile
 from dataclasses import dataclass
 
-from megacp.prepare.packs.settings import BuildSettings, problems
+from megacp.prepare.packs.settings import BuildSettings, checked
 from megacp.prepare.packs.unit import UnitBuilder, UnitRun
 from megacp.prepare.records.read import plan_units
-from megacp.storage.place import expanded, place_of, size_of
+from megacp.storage.place import place_of, size_of
 
 # Number of documents after which measuring stops: about ten seconds with a chat template.
 MOST_DOCUMENTS = 20_000
@@ -59,16 +59,8 @@ def measure(settings: BuildSettings, most_documents: int = MOST_DOCUMENTS) -> Le
     Nothing is written, and `settings.seq_length` is ignored. Raise ValueError for invalid settings
     or input, and for a refused record.
     """
-    paths: list[str] = []
-    for text in settings.input:
-        try:
-            paths += expanded(text)
-        except ValueError as error:
-            raise ValueError(f"--input: {error}") from error
-    settings = dataclasses.replace(settings, input=tuple(paths))
-    wrong = problems(settings)
-    if wrong:
-        raise ValueError("; ".join(wrong))
+    settings = checked(settings)
+    paths = settings.input
     if settings.image_rules is not None:
         rules = settings.image_rules.with_token_ids(settings.load_tokenizer())
         settings = dataclasses.replace(settings, image_rules=rules)

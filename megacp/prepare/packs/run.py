@@ -26,11 +26,11 @@ from megacp.prepare.packs.journal import (
     remove_partial,
 )
 from megacp.prepare.packs.progress import BuildProgress, BuildSummary
-from megacp.prepare.packs.settings import HOUSE_FORM, BuildSettings, problems, tokenizer_problem
+from megacp.prepare.packs.settings import HOUSE_FORM, BuildSettings, checked, tokenizer_problem
 from megacp.prepare.packs.unit import WINDOW_DOCUMENTS, UnitBuilder, UnitResult, writer_of
 from megacp.prepare.packs.workers import run_tasks
 from megacp.prepare.records.chat_template import ChatTemplate, Template, loaded
-from megacp.prepare.records.indexed import count_empty, input_of, is_index
+from megacp.prepare.records.indexed import count_empty, is_index
 from megacp.prepare.records.read import (
     SAMPLED_BYTES,
     Extent,
@@ -44,7 +44,7 @@ from megacp.prepare.records.record import ALPACA, AS_MESSAGES, Refusal
 from megacp.prepare.tokenize.kept import TOKENIZER_DIRECTORY
 from megacp.prepare.tokenize.tokenizer import Tokenizer
 from megacp.storage import files
-from megacp.storage.place import expanded, place_of, size_of
+from megacp.storage.place import place_of, size_of
 from megacp.storage.wording import counted, for_terminal, listed
 from megacp.training.data.manifest import MANIFEST_NAME, THOUGHTS, DatasetManifest
 
@@ -72,17 +72,7 @@ def build(
     directory is in use or belongs to a build with other settings, if the disk is full, or if units
     are missing and `builds_missing` is false. Raise workers.WorkerFailed if a worker died.
     """
-    found: list[str] = []
-    for text in settings.input:
-        try:
-            # a pattern such as x* matches both files of a tokenized dataset
-            found += dict.fromkeys(map(input_of, expanded(text)))
-        except ValueError as error:
-            raise ValueError(f"--input: {error}") from error
-    settings = dataclasses.replace(settings, input=tuple(found))
-    wrong = problems(settings)
-    if wrong:
-        raise ValueError("; ".join(wrong))
+    settings = checked(settings)
     tokenizer = settings.load_tokenizer()
     problem = tokenizer_problem(settings, tokenizer)
     if problem is not None:

@@ -13,6 +13,7 @@ from typing import Any
 from megacp.prepare.media.reader import LARGEST_ITEM, LIMITS
 from megacp.prepare.records.chat_template import ChatTemplate, Template, load_chat_template
 from megacp.prepare.records.forms import READ_KEYS
+from megacp.prepare.records.indexed import input_of
 from megacp.prepare.records.read import input_problem
 from megacp.prepare.records.record import (
     ALPACA,
@@ -24,6 +25,7 @@ from megacp.prepare.records.record import (
 )
 from megacp.prepare.records.sample import RECORD_KEYS
 from megacp.prepare.tokenize.tokenizer import Tokenizer, load_tokenizer
+from megacp.storage.place import expanded
 from megacp.storage.url import is_url
 from megacp.training.data.vision.rules import VisionRules
 
@@ -155,6 +157,25 @@ class BuildSettings:
                 ) from error
 
         return None if tokenizer.chat_template is None else load
+
+
+def checked(settings: BuildSettings) -> BuildSettings:
+    """Return the settings with the files that the patterns of --input match.
+
+    Raise ValueError with all problems of the settings and the input files.
+    """
+    found: list[str] = []
+    for text in settings.input:
+        try:
+            # a pattern such as x* matches both files of a tokenized dataset
+            found += dict.fromkeys(map(input_of, expanded(text)))
+        except ValueError as error:
+            raise ValueError(f"--input: {error}") from error
+    settings = replace(settings, input=tuple(found))
+    wrong = problems(settings)
+    if wrong:
+        raise ValueError("; ".join(wrong))
+    return settings
 
 
 def problems(settings: BuildSettings) -> list[str]:
