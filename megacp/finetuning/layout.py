@@ -122,8 +122,8 @@ def _on_cpus(
 ) -> tuple[ChosenLayout | None, str]:
     """Return a layout for CPU ranks that fits in the machine's memory, and the reason if none does.
 
-    Ranks take different rows of a batch, and share each row if there are more ranks than rows. Raise
-    ValueError if no layout is valid.
+    Ranks take different rows of a batch, and share each row if there are more ranks than rows.
+    Raise ValueError if no layout is valid.
     """
     tried = ranks or default_ranks()
     full = refused = ""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import megacp
+from megacp.finetuning import run
 from megacp.finetuning.command import main
+from megacp.finetuning.steps import Command
 from megacp.huggingface.generate_command import open_session
 from tests.finetuning import folders
 
@@ -55,6 +58,41 @@ def test_one_command_trains_exports_and_resumes(
     megacp.finetune(model, chats, output, train_iters=32, lr=0.01, export_dtype="float16")
     content = json.loads((output / "model" / "config.json").read_text())
     assert content["dtype"] == "float16"
+
+
+def test_a_second_run_exports_again_only_for_another_step_or_other_flags(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = folders.write_model(tmp_path / "tiny")
+    chats = folders.write_messages(tmp_path)
+    output = tmp_path / "out"
+    started: list[str] = []
+    steps = [30]
+
+    def run_command(command: Command) -> int:
+        started.append(command.program.removeprefix("megacp-"))
+        if command.program == "megacp-train":
+            assert "--auto-resume" in command.words
+        if command.program == "megacp-convert":
+            (output / "model").mkdir()
+            (output / "model" / "config.json").write_text("{}")
+        return 0
+
+    monkeypatch.setattr(run, "run_command", run_command)
+    monkeypatch.setattr(run, "peek", lambda place: (place, SimpleNamespace(step=steps[0]), ""))
+
+    def programs(*flags: str) -> list[str]:
+        started.clear()
+        assert main([str(model), str(chats), "--output", str(output), "--nproc", "1", *flags]) == 0
+        return list(started)
+
+    everything = ["preprocess", "train", "convert"]
+    assert programs() == everything
+    assert programs() == ["preprocess", "train"]
+    assert programs("--export-dtype", "float16") == everything
+    assert programs("--export-dtype", "float16") == ["preprocess", "train"]
+    steps[0] = 40
+    assert programs("--export-dtype", "float16") == everything
 
 
 def test_a_step_that_fails_ends_the_command_with_its_error(
